@@ -1,0 +1,116 @@
+"""What streaming needs from a speech model: the interface that ``models`` fulfils.
+
+An engine holds shared weights; a stream is one caller's state. Options that a model can't honour are refused when the
+stream is opened, never ignored.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streaming.capability import Capability
+from streaming.transcript import Hypothesis, Word
+from vad.audio import SpeechSpan
+
+
+class Task(StrEnum):
+    """What to write: the words as spoken, or their English translation."""
+
+    TRANSCRIBE = "transcribe"
+    TRANSLATE = "translate"
+
+
+def _needs(capability: Capability) -> dict[str, Capability]:
+    return {"capability": capability}
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOptions:
+    """A caller's choices for one stream. A field that differs from its default needs the capability it is tagged with."""
+
+    language: str | None = field(default=None, metadata=_needs(Capability.LANGUAGE_CHOICE))  # ISO 639-1; None: detect
+    task: Task = field(default=Task.TRANSCRIBE, metadata=_needs(Capability.TRANSLATION))
+    vocabulary: tuple[str, ...] = field(default=(), metadata=_needs(Capability.VOCABULARY))
+    context: str = field(default="", metadata=_needs(Capability.CONTEXT))  # text that came before the first word
+
+
+class UnsupportedOptionError(Exception):
+    """An option that this model can't honour; the message names the option, the model and what is accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What a model is and what it offers."""
+
+    name: str
+    languages: tuple[str, ...]  # ISO 639-1 codes
+    max_window_samples: int  # the longest chunk one decode can take
+    capabilities: frozenset[Capability]
+
+    def check(self, options: DecodeOptions) -> None:
+        """Refuse what the model can't honour.
+
+        Raises:
+            UnsupportedOptionError: for an option without its capability, or a language the model does not know.
+        """
+        for option in fields(options):
+            if getattr(options, option.name) == option.default:
+                continue
+            if option.name == "language" and options.language in self.languages:
+                continue  # naming the only language of a monolingual model asks for nothing
+            if option.metadata["capability"] not in self.capabilities:
+                raise UnsupportedOptionError(f"{self.name} does not offer {option.metadata['capability']} ({option.name})")
+            if option.name == "language":
+                known = ", ".join(self.languages)
+                raise UnsupportedOptionError(f"{self.name} does not know language {options.language!r}; it knows {known}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """The audio of one decode, with what is already settled about it.
+
+    ``prefix`` are the committed words inside the span; the engine continues behind them. ``prompt`` is confident text
+    from before the span. ``left_context_samples`` and ``right_context_samples`` lie inside ``samples`` and only inform
+    the rest (used by transducers). ``is_final``: no more audio will join this chunk, so take the care a final deserves.
+    """
+
+    span: SpeechSpan
+    samples: NDArray[np.float32]  # [span.n_samples]
+    is_final: bool
+    prompt: str = ""
+    prefix: tuple[Word, ...] = ()
+    left_context_samples: int = 0
+    right_context_samples: int = 0
+
+
+class EngineStream(Protocol):
+    """One caller's state inside an engine. Opaque to everyone else."""
+
+    @property
+    def options(self) -> DecodeOptions:
+        """The options the stream was opened with."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is only half honoured, in words a client can read (vocabulary that did not fit, say)."""
+
+
+class SpeechEngine(Protocol):
+    """A speech model that decodes chunks. Every method is called from the one thread that owns the device."""
+
+    @property
+    def card(self) -> ModelCard:
+        """What the model offers."""
+
+    def open(self, options: DecodeOptions) -> EngineStream:
+        """Begin a stream. Raises ``UnsupportedOptionError``."""
+
+    def decode(self, batch: Sequence[tuple[EngineStream, Chunk]]) -> list[Hypothesis]:
+        """One hypothesis for each pair, in order. Word times are samples on the session's axis."""
+
+    def close(self, stream: EngineStream) -> None:
+        """Free what the stream holds. Called once for each stream."""
