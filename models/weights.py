@@ -291,14 +291,15 @@ def _tensor(data: mmap.mmap, variable: _Variable) -> torch.Tensor:
 
 
 def _to_hugging_face(path: Path, variables: dict[str, torch.Tensor]) -> Tensors:
-    scalars = {name: int(tensor) for name, tensor in variables.items() if tensor.ndim == 0}
+    scalars = {name: tensor.item() for name, tensor in variables.items() if tensor.ndim == 0}
     arrays = {name: tensor for name, tensor in variables.items() if tensor.ndim > 0}
     names = _names(_n_layers(arrays, "encoder"), _n_layers(arrays, "decoder"))
     _refuse(
         f"{path} is not a half or full precision Whisper",
         missing=sorted(names.keys() - arrays.keys()),
         unknown=sorted(arrays.keys() - names.keys()),
-        unsplittable=[name for name, array in arrays.items() if array.shape[0] % len(names.get(name, "1"))],
+        unsplittable=[name for name, array in arrays.items() if array.shape[0] % len(names.get(name, (name,)))],
+        not_float=[name for name, array in arrays.items() if not array.is_floating_point()],
         empty=[name for name, array in arrays.items() if array.numel() == 0],
     )
     _refuse(
@@ -335,7 +336,7 @@ def _names(n_encoder_layers: int, n_decoder_layers: int) -> dict[str, tuple[str,
     return names
 
 
-def _scalar_faults(scalars: dict[str, int], *, d_model: int) -> list[str]:
+def _scalar_faults(scalars: dict[str, float], *, d_model: int) -> list[str]:
     n_heads = d_model // HEAD_DIM
     required = _SCALARS | {"encoder/num_heads": n_heads, "decoder/num_heads": n_heads}
     expected = required | _LATER_SCALARS
