@@ -1,0 +1,126 @@
+"""The network against transformers' ``WhisperForConditionalGeneration`` on random weights, and its cache against itself."""
+
+import pytest
+import torch
+import transformers
+
+from models.errors import WeightsError
+from models.whisper.config import WhisperConfig
+from models.whisper.reference import Whisper
+
+CONFIGS = {
+    "deep": WhisperConfig(80, 96, 64, 1, 256, 3, 2, 60, 32, ((0, 0), (1, 0)), (), ()),
+    "wide": WhisperConfig(128, 200, 192, 3, 320, 1, 3, 40, 24, ((1, 2), (2, 0), (2, 1)), (), ()),
+}
+# float32 sums of a few hundred products in another order: about 1e-6 relative, through some ten layers.
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(params=list(CONFIGS))
+def models(request: pytest.FixtureRequest) -> tuple[transformers.WhisperForConditionalGeneration, Whisper]:
+    """The reference class with random weights (biases and norms too), and ours with the same."""
+    torch.manual_seed(0)
+    config = CONFIGS[request.param]
+    theirs = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            vocab_size=config.n_vocab,
+            num_mel_bins=config.n_mels,
+            d_model=config.width,
+            encoder_layers=config.n_encoder_layers,
+            decoder_layers=config.n_decoder_layers,
+            encoder_attention_heads=config.n_heads,
+            decoder_attention_heads=config.n_heads,
+            encoder_ffn_dim=config.n_ffn,
+            decoder_ffn_dim=config.n_ffn,
+            max_source_positions=config.n_audio_positions,
+            max_target_positions=config.n_text_positions,
+            pad_token_id=0,
+            bos_token_id=0,
+            eos_token_id=0,
+            decoder_start_token_id=1,
+            attn_implementation="eager",
+        )
+    ).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    ours = Whisper(config).eval()
+    ours.load(theirs.state_dict())
+    return theirs, ours
+
+
+def random_input(config: WhisperConfig, *, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mel = torch.randn(2, config.n_mels, 2 * config.n_audio_positions)
+    return mel, torch.randint(config.n_vocab, (2, n_tokens))
+
+
+@torch.inference_mode()
+def test_logits_and_alignment_scores_equal_those_of_transformers(models) -> None:
+    theirs, ours = models
+    mel, tokens = random_input(ours.config, n_tokens=10)
+    expected = theirs(input_features=mel, decoder_input_ids=tokens, output_attentions=True)
+    cache = ours.decoder.open_cache(ours.encoder(mel))
+    logits = ours.logits(ours.decoder(tokens, cache))
+    torch.testing.assert_close(logits, expected.logits, atol=TOLERANCE, rtol=TOLERANCE)
+    for (layer, head), scores in zip(ours.config.alignment_heads, cache.alignment_scores, strict=True):
+        weights = expected.cross_attentions[layer][:, head]
+        torch.testing.assert_close(scores.softmax(-1), weights, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@torch.inference_mode()
+def test_any_split_of_the_tokens_over_calls_gives_the_same_logits(models) -> None:
+    _, ours = models
+    mel, tokens = random_input(ours.config, n_tokens=12)
+    audio = ours.encoder(mel)
+    whole = ours.logits(ours.decoder(tokens, ours.decoder.open_cache(audio)))
+    cache = ours.decoder.open_cache(audio)
+    parts = [ours.logits(ours.decoder(part, cache)) for part in tokens.split([1, 4, 1, 6], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@torch.inference_mode()
+def test_tokens_taken_back_from_the_cache_leave_no_trace(models) -> None:
+    _, ours = models
+    mel, tokens = random_input(ours.config, n_tokens=9)
+    audio = ours.encoder(mel)
+    expected = ours.decoder(tokens, ours.decoder.open_cache(audio))[:, -1]
+    cache = ours.decoder.open_cache(audio)
+    ours.decoder(tokens[:, :5], cache)
+    ours.decoder(tokens.flip(0)[:, :3], cache)
+    cache.n_tokens = 5
+    torch.testing.assert_close(ours.decoder(tokens[:, 5:], cache)[:, -1], expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@torch.inference_mode()
+def test_a_short_window_is_the_encoder_over_a_prefix_of_the_positions(models) -> None:
+    theirs, ours = models
+    mel, _ = random_input(ours.config, n_tokens=1)
+    n_positions = ours.config.n_audio_positions // 2
+    short = mel[..., : 2 * n_positions]
+    shorter = transformers.WhisperConfig.from_dict(theirs.config.to_dict() | {"max_source_positions": n_positions})
+    shorter._attn_implementation = "eager"
+    encoder = transformers.models.whisper.modeling_whisper.WhisperEncoder(shorter).eval()
+    state = theirs.model.encoder.state_dict()
+    state["embed_positions.weight"] = state["embed_positions.weight"][:n_positions]
+    encoder.load_state_dict(state)
+    torch.testing.assert_close(ours.encoder(short), encoder(short)[0], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_window_longer_than_the_positions_is_refused() -> None:
+    model = Whisper(CONFIGS["deep"])
+    with pytest.raises(ValueError, match="even number of mel frames up to 120"):
+        model.encoder(torch.zeros(1, 80, 122))
+
+
+@torch.inference_mode()
+def test_more_tokens_than_the_decoder_has_positions_are_refused() -> None:
+    model = Whisper(CONFIGS["deep"])
+    cache = model.decoder.open_cache(torch.zeros(1, 4, 64))
+    with pytest.raises(ValueError, match="33 tokens exceed"):
+        model.decoder(torch.zeros(1, 33, dtype=torch.long), cache)
+
+
+def test_weights_of_another_size_are_refused(models) -> None:
+    theirs, _ = models
+    with pytest.raises(WeightsError):
+        Whisper(WhisperConfig(80, 96, 128, 2, 256, 3, 2, 60, 32, (), (), ())).load(theirs.state_dict())
