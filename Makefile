@@ -1,0 +1,58 @@
+# Each target does all its set-up in .venv; the first run downloads a few hundred megabytes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+.PHONY: help demo serve test check bench clean
+
+help:
+	@echo "make demo    stream a real recording through a real server and score the words"
+	@echo "make serve   keep the server and the microphone page up at http://127.0.0.1:8300"
+	@echo "make test    check, then every test"
+	@echo "make check   format, lint, types, and who imports whom"
+	@echo "make bench   the figures in benchmarks/"
+	@echo "make clean   remove .venv and caches"
+
+demo: $(VENV)/.run
+	$(BIN)/python -m gateway demo
+
+serve: $(VENV)/.run
+	$(BIN)/python -m gateway serve
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# One stamp for each set of packages; a change of the pins or of the list installs anew.
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "installing into $(VENV); the first time takes some minutes"
+	$(PIP_INSTALL) --editable '.[hub]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP_INSTALL) --editable '.[hub,dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP_INSTALL) --editable '.[hub,dev,bench]'
+	@touch $@
