@@ -19,8 +19,8 @@ class GateSettings:
     is a click.
     """
 
-    threshold: float = 0.5  # 0..1
-    negative_threshold: float = 0.35  # 0..threshold
+    threshold: float = 0.5  # 0.01..0.99
+    negative_threshold: float = 0.35  # 0.01..threshold
     min_speech_ms: int = 96  # 32..1000
     onset_ms: int = 256  # min_speech_ms..2000
     pause_ms: int = 192  # 32..5000; silence after which decoding pays; no event if the hangover is over first
@@ -30,12 +30,10 @@ class GateSettings:
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` that names setting, value, unit and range."""
-        _check_range("threshold", self.threshold, 0.0, 1.0, "")
-        _check_range(
-            "negative_threshold", self.negative_threshold, 0.0, self.threshold, " (the upper end is threshold)"
-        )
+        _check_range("threshold", self.threshold, 0.01, 0.99, "")
+        _check_range("negative_threshold", self.negative_threshold, 0.01, self.threshold, " (which is threshold)")
         _check_range("min_speech_ms", self.min_speech_ms, 32, 1000, " ms")
-        _check_range("onset_ms", self.onset_ms, self.min_speech_ms, 2000, " ms (the lower end is min_speech_ms)")
+        _check_range("onset_ms", self.onset_ms, self.min_speech_ms, 2000, " ms (from min_speech_ms on)")
         _check_range("pause_ms", self.pause_ms, 32, 5000, " ms")
         _check_range("hangover_ms", self.hangover_ms, 100, 5000, " ms")
         _check_range("pre_roll_ms", self.pre_roll_ms, 300, 2000, " ms")
@@ -116,7 +114,7 @@ class Gate:
 
     @property
     def keep_from_sample(self) -> int:
-        """The earliest sample that a span still to begin can contain; it never goes back.
+        """The earliest sample that a span still to begin can contain; windows never move it back.
 
         Audio before it is needed only by the span that is open, if one is.
         """
@@ -147,12 +145,10 @@ class Gate:
         ``at_sample``, inside the last one if that was filled up with zeros.
 
         Raises:
-            ValueError: if ``at_sample`` lies before the last window.
+            ValueError: if the whole last window lies behind ``at_sample``.
         """
-        if at_sample < self._now_sample - WINDOW_SAMPLES:
-            raise ValueError(
-                f"can't end at {at_sample}: the last window was {self._now_sample - WINDOW_SAMPLES} and on"
-            )
+        if at_sample <= self._now_sample - WINDOW_SAMPLES:
+            raise ValueError(f"can't end at {at_sample}: the last window reached {self._now_sample}")
         self._now_sample = at_sample
         events: list[GateEvent] = []
         if self._span is None and self._onset_samples:

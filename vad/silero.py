@@ -1,7 +1,7 @@
 """Silero VAD: a small recurrent network that tells speech from everything else.
 
-Knows the ONNX graphs inside the installed ``silero-vad`` distribution (version 6, 16 kHz) and how they carry context and
-state. Does not import that package's Python code, which would bring torch with it.
+Knows the ONNX graphs inside the installed ``silero-vad`` distribution (version 6, 16 kHz) and how they carry context
+and state. Does not import that package's Python code, which would bring torch with it.
 
 The distribution ships several weight files that share an interface but not their weights. ``16k_op15`` and
 ``16k_sequence`` equal the main ``silero_vad.onnx`` (a test holds this); ``silero_vad_half.onnx`` and the safetensors
@@ -107,9 +107,7 @@ def _model_path(name: str) -> Path:
     try:
         path = Path(str(distribution("silero-vad").locate_file(f"silero_vad/data/{name}")))
     except PackageNotFoundError as error:
-        raise FileNotFoundError(
-            "the distribution silero-vad, which brings the detector's weights, is not installed"
-        ) from error
+        raise FileNotFoundError("the weights come with the distribution silero-vad, which is not installed") from error
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; silero-vad 6.2 or later has it")
     return path
