@@ -1,0 +1,1 @@
+"""What to decode, when, and which words are settled."""

@@ -1,0 +1,305 @@
+"""One utterance as a state machine: audio positions and hypotheses in, decode requests and segments out.
+
+Knows when to decode, which words are settled, where to cut and when it is over. Does not hold audio (spans only), does
+not know the model, the client or the time of day. Use it in this order: ``heard`` and the gate's verdicts as they come;
+``next_request`` whenever the engine is free; ``decoded`` or ``failed`` once for each request; until ``is_over``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from streaming.agreement import after, agree, ends_before, whole_words
+from streaming.guards import is_looping, is_too_fast, without_loop
+from streaming.pacing import Pacing, partial_is_due
+from streaming.prompt import is_confident, prompt_from
+from streaming.transcript import EndReason, Hypothesis, Quality, Segment, Word, text_of
+from streaming.trim import Cut, choose_cut
+from vad.audio import SpeechSpan, samples_from_ms
+
+# How close to the edge of the audio a word may end and still be trusted: LocalAgreement wants two hypotheses besides,
+# AlignAtt does with one and so keeps a wider margin. Figures: benchmarks/results/streaming_policies.md.
+AGREEMENT_MARGIN_SAMPLES = samples_from_ms(200)
+ATTENTION_MARGIN_SAMPLES = samples_from_ms(1_000)
+CUT_MARGIN_SAMPLES = samples_from_ms(600)
+
+Settle = Callable[[Sequence[Word], Sequence[Word], int], int]
+
+
+def settle_by_agreement(previous: Sequence[Word], current: Sequence[Word], end_sample: int) -> int:
+    """LocalAgreement-2: settled is what two hypotheses in a row say, but for a last word at the edge of the audio."""
+    n = agree(previous, current)
+    if n and current[n - 1].end_sample is None:
+        return whole_words(current, n - 1)
+    return whole_words(current, min(n, ends_before(current, end_sample - AGREEMENT_MARGIN_SAMPLES)))
+
+
+def settle_by_attention(previous: Sequence[Word], current: Sequence[Word], end_sample: int) -> int:
+    """AlignAtt: settled is what the model attended to well before the edge of the audio. Needs word times."""
+    return whole_words(current, ends_before(current, end_sample - ATTENTION_MARGIN_SAMPLES))
+
+
+class Purpose(Enum):
+    """Why a decode is asked for; more than a partial gets the care of a final."""
+
+    PARTIAL = auto()
+    PAUSE = auto()  # the speaker paused: if this was the end, the final is ready before the hangover has passed
+    CUT = auto()  # the span reached its maximum
+    FINAL = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRequest:
+    """One decode that the utterance wants."""
+
+    purpose: Purpose
+    span: SpeechSpan
+    prompt: str
+    prefix: tuple[Word, ...]
+    is_retry: bool
+
+    @property
+    def is_final(self) -> bool:
+        """Whether words of this decode can become final as they are."""
+        return self.purpose is not Purpose.PARTIAL
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    speech_end_sample: int  # where the last speech was; what follows up to the end of the span is silence
+    reason: EndReason
+
+
+class Utterance:
+    """Speech between two endpoints, in one or more segments."""
+
+    # The segment being written; ``_begin_segment`` sets all of these.
+    _segment_id: int
+    _revision: int
+    _start_sample: int
+    _decoded_sample: int  # how far the last decode heard
+    _committed: tuple[Word, ...]
+    _tentative: tuple[Word, ...]
+    _language: str | None
+    _quality: Quality | None
+    _complete: DecodeRequest | None  # a decode with a final's care that still covers all that was said
+    _retry: bool  # the last decode lost the audio: again, without prefix and prompt
+
+    def __init__(
+        self, *, start_sample: int, segment_ids: Iterator[int], prompt: str, pacing: Pacing, settle: Settle = settle_by_agreement
+    ) -> None:
+        self._segment_ids = segment_ids
+        self._pacing = pacing
+        self._settle = settle
+        self._prompt = prompt
+        self._heard_sample = start_sample
+        self._end: _End | None = None
+        self._pause_sample: int | None = None
+        self._pending: DecodeRequest | None = None
+        self.is_over = False
+        self._begin_segment(start_sample, committed=())
+
+    # ------------------------------------------------------------------ what was heard
+
+    @property
+    def keep_from_sample(self) -> int:
+        """Audio before this is no longer needed."""
+        return self._start_sample
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the end of the speech is known; finals may still be due."""
+        return self._end is not None
+
+    @property
+    def carried_prompt(self) -> str:
+        """Confident text to prompt the next utterance with; empty if there is none."""
+        return self._prompt
+
+    def heard(self, until_sample: int) -> None:
+        """Audio up to ``until_sample`` belongs to this utterance."""
+        if self._end is None:
+            self._heard_sample = max(self._heard_sample, until_sample)
+
+    def paused(self, at_sample: int) -> None:
+        """The speaker has been silent for a moment: worth a decode that may serve as the final."""
+        self._pause_sample = at_sample
+
+    def resumed(self) -> None:
+        """It was only a pause."""
+        self._pause_sample = None
+        self._complete = None
+
+    def ended(self, *, end_sample: int, speech_end_sample: int, reason: EndReason) -> list[Segment]:
+        """The utterance ends at ``end_sample``; speech was last heard at ``speech_end_sample``.
+
+        Answers with the final at once if the decode made at the pause already holds everything.
+        """
+        self._heard_sample = max(self._start_sample, end_sample)
+        self._end = _End(min(speech_end_sample, end_sample), reason)
+        return self._finish_if_complete()
+
+    # ------------------------------------------------------------------ decoding
+
+    def next_request(self) -> DecodeRequest | None:
+        """The decode that is due now, if any. One is under way at most; answer it before asking again."""
+        if self._pending is not None or self.is_over:
+            return None
+        purpose = self._due()
+        if purpose is None:
+            return None
+        end_sample = self._heard_sample
+        if purpose is Purpose.CUT:
+            end_sample = self._start_sample + self._pacing.max_span_samples
+        retry = self._retry
+        self._retry = False
+        self._pending = DecodeRequest(
+            purpose=purpose,
+            span=SpeechSpan(self._start_sample, end_sample),
+            prompt="" if retry else self._prompt,
+            prefix=() if retry else self._committed,
+            is_retry=retry,
+        )
+        return self._pending
+
+    def _due(self) -> Purpose | None:
+        span_samples = self._heard_sample - self._start_sample
+        if span_samples > self._pacing.max_span_samples:
+            return Purpose.CUT
+        if self._end is not None:
+            return Purpose.FINAL
+        if self._pause_sample is not None:
+            return Purpose.PAUSE if self._retry or self._decoded_sample < self._pause_sample else None
+        due = self._retry or partial_is_due(span_samples, self._decoded_sample - self._start_sample, self._pacing)
+        return Purpose.PARTIAL if due else None
+
+    def decoded(self, hypothesis: Hypothesis) -> list[Segment]:
+        """Take the engine's answer to the request under way. Returns the segments that changed, oldest first."""
+        request = self._take_pending()
+        words = hypothesis.words
+        if request.is_retry:  # decoded without its prefix: what is settled already is left out by time
+            words = after(words, self._committed_end_sample()) if self._committed else words
+        if self._is_lost(request, hypothesis):
+            if request.prefix or request.prompt:
+                self._retry = True
+                return []
+            words = without_loop(words)
+            if is_too_fast(words, request.span):
+                words = ()
+        self._decoded_sample = request.span.end_sample
+        self._language = hypothesis.language or self._language
+        self._quality = hypothesis.quality
+        if request.purpose is Purpose.CUT:
+            return self._cut(request, words)
+        return self._show(request, words)
+
+    def failed(self) -> list[Segment]:
+        """The engine failed on the request under way. Final audio is given up (the caller tells the client), partials go on."""
+        request = self._take_pending()
+        self._decoded_sample = request.span.end_sample
+        if request.purpose is Purpose.CUT:
+            return self._cut(request, self._tentative)
+        return self._finish() if self._end is not None else []
+
+    def _take_pending(self) -> DecodeRequest:
+        assert self._pending is not None, "a result without a request"
+        request, self._pending = self._pending, None
+        return request
+
+    @staticmethod
+    def _is_lost(request: DecodeRequest, hypothesis: Hypothesis) -> bool:
+        ratio = hypothesis.quality.compression_ratio if hypothesis.quality else None
+        return is_looping((*request.prefix, *hypothesis.words), request.span, ratio)
+
+    # ------------------------------------------------------------------ segments
+
+    def _begin_segment(self, start_sample: int, committed: tuple[Word, ...]) -> None:
+        self._segment_id = next(self._segment_ids)
+        self._revision = 0
+        self._start_sample = start_sample
+        self._decoded_sample = start_sample
+        self._committed = committed
+        self._tentative = ()
+        self._language = None
+        self._quality = None
+        self._complete = None
+        self._retry = False
+
+    def _committed_end_sample(self) -> int:
+        return max((word.end_sample or self._start_sample for word in self._committed), default=self._start_sample)
+
+    def _show(self, request: DecodeRequest, words: tuple[Word, ...]) -> list[Segment]:
+        before = (self._committed, self._tentative)
+        n = self._settle(self._tentative, words, request.span.end_sample)
+        self._committed += words[:n]
+        self._tentative = words[n:]
+        if request.is_final:
+            self._complete = request
+        finals = self._finish_if_complete()
+        if finals or self.is_over:
+            return finals
+        if (self._committed, self._tentative) == before:
+            return []
+        return [self._segment(end_reason=None)]
+
+    def _finish_if_complete(self) -> list[Segment]:
+        """The final, if the end is known and a careful decode covers all speech up to it."""
+        if self._end is None:
+            return []
+        # Behind a cut there may be nothing left to decode but the silence of the hangover.
+        covered_sample = self._complete.span.end_sample if self._complete else self._start_sample
+        return self._finish() if covered_sample >= self._end.speech_end_sample else []
+
+    def _finish(self) -> list[Segment]:
+        assert self._end is not None
+        self._commit_all()
+        self.is_over = True
+        self._carry_prompt(self._committed)
+        return [self._segment(end_reason=self._end.reason)] if self._committed else []
+
+    def _commit_all(self) -> None:
+        self._committed += self._tentative
+        self._tentative = ()
+
+    def _cut(self, request: DecodeRequest, words: tuple[Word, ...]) -> list[Segment]:
+        """Close the segment at the best settled word and go on behind it."""
+        everything = self._committed + words
+        n_settled = max(len(self._committed), ends_before(everything, request.span.end_sample - CUT_MARGIN_SAMPLES))
+        # Nothing to cut at (no words, or none with times): the span is closed whole.
+        cut = choose_cut(everything, request.span, n_settled) or Cut(len(everything), request.span.end_sample)
+        already_committed = self._committed[cut.n_words :]
+        self._committed, self._tentative = everything[: cut.n_words], ()
+        self._carry_prompt(self._committed)
+        final = self._segment(end_reason=EndReason.MAX_SPAN, end_sample=cut.sample)
+        self._begin_segment(cut.sample, committed=already_committed)
+        return [*([final] if final.words else []), *self._finish_if_complete()]
+
+    def _carry_prompt(self, words: tuple[Word, ...]) -> None:
+        self._prompt = prompt_from(text_of(words)) if is_confident(self._quality) else ""
+
+    def _segment(self, *, end_reason: EndReason | None, end_sample: int | None = None) -> Segment:
+        self._revision += 1
+        end = end_sample if end_sample is not None else self._heard_sample
+        return Segment(
+            segment_id=self._segment_id,
+            revision=self._revision,
+            words=_in_order(self._committed + self._tentative),
+            n_committed=len(self._committed),
+            span=SpeechSpan(self._start_sample, max(end, self._start_sample)),
+            language=self._language,
+            end_reason=end_reason,
+        )
+
+
+def _in_order(words: tuple[Word, ...]) -> tuple[Word, ...]:
+    """``words`` with times that never run backwards: a word decoded again may be heard a frame earlier than its neighbour."""
+    ordered: list[Word] = []
+    latest = 0
+    for word in words:
+        if word.start_sample is not None and word.end_sample is not None:
+            start = max(word.start_sample, latest)
+            end = max(word.end_sample, start)
+            latest = start
+            word = word if (start, end) == (word.start_sample, word.end_sample) else replace(word, start_sample=start, end_sample=end)
+        ordered.append(word)
+    return tuple(ordered)
