@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from models.errors import WeightsError
+from .errors import WeightsError
 
 Tensors = dict[str, torch.Tensor]
 
@@ -134,7 +134,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 def _read_safetensors_file(path: Path) -> Tensors:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is not iterable)
+            return {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path}: not a readable safetensors file: {error}") from error
 
