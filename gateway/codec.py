@@ -51,7 +51,9 @@ class MsgpackCodec:
     def decode(self, frame: str | bytes) -> ClientMessage:
         """The message in ``frame``."""
         if isinstance(frame, str):
-            raise ClientError("bad_message", "a text frame in the MessagePack sub-protocol, which has only binary frames")
+            raise ClientError(
+                "bad_message", "a text frame in the MessagePack sub-protocol, which has only binary frames"
+            )
         try:
             message = msgpack.unpackb(frame, raw=False, strict_map_key=True)
         except (ValueError, msgpack.UnpackException, RecursionError) as error:

@@ -226,7 +226,6 @@ class Updated(Struct, frozen=True, tag="updated"):
     event: int
     id: str
     at_s: float
-    declined: tuple[str, ...]
 
 
 class Warning(Struct, frozen=True, tag="warning"):

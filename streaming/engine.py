@@ -50,6 +50,7 @@ class ModelCard:
     languages: tuple[str, ...]  # ISO 639-1 codes
     max_window_samples: int  # the longest chunk one decode can take
     capabilities: frozenset[Capability]
+    max_batch: int = 1  # the most chunks that one decode call takes with profit
 
     def check(self, options: DecodeOptions) -> None:
         """Refuse what the model can't honour.
@@ -63,10 +64,14 @@ class ModelCard:
             if option.name == "language" and options.language in self.languages:
                 continue  # naming the only language of a monolingual model asks for nothing
             if option.metadata["capability"] not in self.capabilities:
-                raise UnsupportedOptionError(f"{self.name} does not offer {option.metadata['capability']} ({option.name})")
+                raise UnsupportedOptionError(
+                    f"{self.name} does not offer {option.metadata['capability']} ({option.name})"
+                )
             if option.name == "language":
                 known = ", ".join(self.languages)
-                raise UnsupportedOptionError(f"{self.name} does not know language {options.language!r}; it knows {known}")
+                raise UnsupportedOptionError(
+                    f"{self.name} does not know language {options.language!r}; it knows {known}"
+                )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +110,14 @@ class SpeechEngine(Protocol):
     @property
     def card(self) -> ModelCard:
         """What the model offers."""
+
+    @property
+    def backend(self) -> str:
+        """What computes: ``torch-cpu`` say."""
+
+    @property
+    def why(self) -> str:
+        """Why that backend and no faster one, in words for ``doctor`` and ``/health``."""
 
     def open(self, options: DecodeOptions) -> EngineStream:
         """Begin a stream. Raises ``UnsupportedOptionError``."""

@@ -86,12 +86,12 @@ class Utterance:
     _retry: bool  # the last decode lost the audio: again, without prefix and prompt
 
     def __init__(
-        self, *, start_sample: int, segment_ids: Iterator[int], prompt: str, pacing: Pacing, settle: Settle = settle_by_agreement
+        self, *, start_sample: int, segment_ids: Iterator[int], pacing: Pacing, settle: Settle = settle_by_agreement
     ) -> None:
         self._segment_ids = segment_ids
         self._pacing = pacing
         self._settle = settle
-        self._prompt = prompt
+        self.prompt = ""  # confident text from before the segment; once over, the one to prompt the next utterance with
         self._heard_sample = start_sample
         self._end: _End | None = None
         self._pause_sample: int | None = None
@@ -110,11 +110,6 @@ class Utterance:
     def is_ended(self) -> bool:
         """Whether the end of the speech is known; finals may still be due."""
         return self._end is not None
-
-    @property
-    def carried_prompt(self) -> str:
-        """Confident text to prompt the next utterance with; empty if there is none."""
-        return self._prompt
 
     def heard(self, until_sample: int) -> None:
         """Audio up to ``until_sample`` belongs to this utterance."""
@@ -143,9 +138,7 @@ class Utterance:
 
     def next_request(self) -> DecodeRequest | None:
         """The decode that is due now, if any. One is under way at most; answer it before asking again."""
-        if self._pending is not None or self.is_over:
-            return None
-        purpose = self._due()
+        purpose = self.due()
         if purpose is None:
             return None
         end_sample = self._heard_sample
@@ -156,13 +149,16 @@ class Utterance:
         self._pending = DecodeRequest(
             purpose=purpose,
             span=SpeechSpan(self._start_sample, end_sample),
-            prompt="" if retry else self._prompt,
+            prompt="" if retry else self.prompt,
             prefix=() if retry else self._committed,
             is_retry=retry,
         )
         return self._pending
 
-    def _due(self) -> Purpose | None:
+    def due(self) -> Purpose | None:
+        """What kind of decode ``next_request`` would ask for now."""
+        if self._pending is not None or self.is_over:
+            return None
         span_samples = self._heard_sample - self._start_sample
         if span_samples > self._pacing.max_span_samples:
             return Purpose.CUT
@@ -244,7 +240,7 @@ class Utterance:
 
     def _finish_if_complete(self) -> list[Segment]:
         """The final, if the end is known and a careful decode covers all speech up to it."""
-        if self._end is None:
+        if self._end is None or self._pending is not None:
             return []
         # Behind a cut there may be nothing left to decode but the silence of the hangover.
         covered_sample = self._complete.span.end_sample if self._complete else self._start_sample
@@ -255,7 +251,7 @@ class Utterance:
         self._commit_all()
         self.is_over = True
         self._carry_prompt(self._committed)
-        return [self._segment(end_reason=self._end.reason)] if self._committed else []
+        return self._final(self._end.reason)
 
     def _commit_all(self) -> None:
         self._committed += self._tentative
@@ -270,12 +266,17 @@ class Utterance:
         already_committed = self._committed[cut.n_words :]
         self._committed, self._tentative = everything[: cut.n_words], ()
         self._carry_prompt(self._committed)
-        final = self._segment(end_reason=EndReason.MAX_SPAN, end_sample=cut.sample)
+        finals = self._final(EndReason.MAX_SPAN, end_sample=cut.sample)
         self._begin_segment(cut.sample, committed=already_committed)
-        return [*([final] if final.words else []), *self._finish_if_complete()]
+        return [*finals, *self._finish_if_complete()]
+
+    def _final(self, reason: EndReason, end_sample: int | None = None) -> list[Segment]:
+        """The segment for good. One without words is told only to those who were shown a partial of it."""
+        was_shown = self._revision > 0
+        return [self._segment(end_reason=reason, end_sample=end_sample)] if self._committed or was_shown else []
 
     def _carry_prompt(self, words: tuple[Word, ...]) -> None:
-        self._prompt = prompt_from(text_of(words)) if is_confident(self._quality) else ""
+        self.prompt = prompt_from(text_of(words)) if is_confident(self._quality) else ""
 
     def _segment(self, *, end_reason: EndReason | None, end_sample: int | None = None) -> Segment:
         self._revision += 1
@@ -300,6 +301,10 @@ def _in_order(words: tuple[Word, ...]) -> tuple[Word, ...]:
             start = max(word.start_sample, latest)
             end = max(word.end_sample, start)
             latest = start
-            word = word if (start, end) == (word.start_sample, word.end_sample) else replace(word, start_sample=start, end_sample=end)
+            word = (
+                word
+                if (start, end) == (word.start_sample, word.end_sample)
+                else replace(word, start_sample=start, end_sample=end)
+            )
         ordered.append(word)
     return tuple(ordered)

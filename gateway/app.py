@@ -1,0 +1,102 @@
+"""Puts the gateway together: configuration → engines and detector → server → one ASGI app.
+
+The app is the same whether uvicorn serves it, another process mounts it, or a test drives it.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Mount, Route, WebSocketRoute
+from starlette.staticfiles import StaticFiles
+from starlette.websockets import WebSocket
+
+from gateway.config import Config, ConfigError
+from gateway.messages import MAX_FRAME_BYTES, EngineItem
+from gateway.server import Server
+from gateway.session import ServedModel, model_item
+from gateway.worker import Worker
+from streaming.engine import SpeechEngine
+from vad.detector import SpeechDetector
+from vad.silero import SileroDetector
+
+PING_INTERVAL_S = 20.0
+DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo_web"
+
+
+def build_app(config: Config, engines: Mapping[str, SpeechEngine], detector: SpeechDetector | None = None) -> Starlette:
+    """The ASGI app that serves ``engines`` (name → engine, the default first).
+
+    Raises:
+        ConfigError: if a model lacks a capability that ``config`` requires.
+    """
+    _check_capabilities(config, engines)
+    detector = detector or SileroDetector()
+    models = {
+        name: ServedModel(engine.card, EngineItem(engine.backend, engine.why)) for name, engine in engines.items()
+    }
+    server = Server(models, Worker(engines, detector), detector, config)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        server.start()
+        yield
+        await server.stop()
+
+    async def stream(websocket: WebSocket) -> None:
+        await server.serve(websocket)
+
+    async def health(_: Request) -> JSONResponse:
+        running = [
+            {"model": name, "backend": served.engine.backend, "why": served.engine.why}
+            for name, served in models.items()
+        ]
+        return JSONResponse({"status": "ok", "sessions": server.n_sessions, "engines": running})
+
+    async def list_models(_: Request) -> JSONResponse:
+        items = [model_item(served.card) for served in models.values()]
+        listed = [{"name": i.name, "languages": i.languages, "capabilities": i.capabilities} for i in items]
+        return JSONResponse({"models": listed})
+
+    routes = [
+        WebSocketRoute("/v1/stream", stream),
+        Route("/v1/models", list_models),
+        Route("/health", health),
+    ]
+    if DEMO_FOLDER.is_dir():
+        routes_with_page = [*routes, Mount("/", StaticFiles(directory=DEMO_FOLDER, html=True))]
+        return Starlette(routes=routes_with_page, lifespan=lifespan)
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+def run(config: Config, engines: Mapping[str, SpeechEngine]) -> None:
+    """Serve until interrupted."""
+    uvicorn.Server(uvicorn_config(config, build_app(config, engines))).run()
+
+
+def uvicorn_config(config: Config, app: Starlette) -> uvicorn.Config:
+    """How uvicorn serves ``app``: audio is not compressed, frames are bounded, dead peers are noticed."""
+    return uvicorn.Config(
+        app,
+        host=config.server.host,
+        port=config.server.port,
+        ws="websockets-sansio",
+        ws_max_size=MAX_FRAME_BYTES,
+        ws_per_message_deflate=False,
+        ws_ping_interval=PING_INTERVAL_S,
+        ws_ping_timeout=PING_INTERVAL_S,
+        timeout_graceful_shutdown=5,
+        access_log=False,
+        log_level="warning",
+    )
+
+
+def _check_capabilities(config: Config, engines: Mapping[str, SpeechEngine]) -> None:
+    for name, engine in engines.items():
+        missing = set(config.required_capabilities) - engine.card.capabilities
+        if missing:
+            raise ConfigError(f"model {name} lacks {', '.join(sorted(missing))}, which required_capabilities demands")

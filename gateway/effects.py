@@ -1,0 +1,52 @@
+"""What a session wants done: values that the server carries out in the order given.
+
+Know nothing of how. Work for the detector and the engine is not here: the server asks the session for it when there is
+room (``windows_to_score``, ``next_decode``), so that what is computed is always the newest.
+"""
+
+from dataclasses import dataclass
+
+from gateway.messages import ServerMessage
+from streaming.engine import DecodeOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send ``message`` to the client, if one is there."""
+
+    message: ServerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    """Open an engine stream; every later decode that names ``stream_id`` uses it."""
+
+    stream_id: int
+    model: str
+    options: DecodeOptions
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    """Free an engine stream; no decode will name it again."""
+
+    stream_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The client wants another session back: attach this connection to it, or refuse with ``unknown_session``."""
+
+    session_id: str
+    last_event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close the connection with a WebSocket close code, once everything before it has been sent."""
+
+    code: int
+    reason: str
+
+
+Effect = Send | OpenStream | CloseStream | Resume | Close

@@ -1,0 +1,402 @@
+"""The shell around sessions: sockets, timers and threads; carries out effects and decides nothing.
+
+Everything here runs on the event loop; what computes runs on the worker's threads. Knows no model and no protocol
+beyond which codec a sub-protocol means.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
+
+from starlette.responses import JSONResponse
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+from gateway.batcher import Waiting, next_batch
+from gateway.codec import CODECS, Codec, choose_subprotocol
+from gateway.config import Config
+from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Send
+from gateway.errors import ClientError, GatewayError, ServerError
+from gateway.messages import Error, Partial, ServerMessage
+from gateway.session import DecodeJob, ServedModel, Session
+from gateway.worker import Worker
+from vad.audio import seconds
+from vad.detector import SpeechDetector
+
+log = logging.getLogger("senseway")
+
+MAX_OUTGOING = 512  # messages waiting for a client that does not read, superseded partials not counted
+GOODBYE_TIMEOUT_S = 2.0  # for a last message to a client that may no longer read
+
+
+class Connection:
+    """One WebSocket: sends in order from a bounded queue, so that no session ever waits for a slow client."""
+
+    def __init__(self, websocket: WebSocket, codec: Codec) -> None:
+        self.websocket = websocket
+        self.codec = codec
+        self._outgoing: deque[ServerMessage | Close] = deque()
+        self._has_news = asyncio.Event()
+        self.closing: Close | None = None  # nothing is sent after it
+
+    def post(self, message: ServerMessage) -> bool:
+        """Queue ``message``; false if the client has not read for so long that there is no room."""
+        if self.closing is not None:
+            return True
+        if isinstance(message, Partial):
+            self._outgoing = deque(
+                old for old in self._outgoing if not (isinstance(old, Partial) and old.segment == message.segment)
+            )
+        if len(self._outgoing) >= MAX_OUTGOING:
+            return False
+        self._outgoing.append(message)
+        self._has_news.set()
+        return True
+
+    def close(self, close: Close) -> None:
+        """Close once everything queued has been sent."""
+        if self.closing is None:
+            self.closing = close
+            self._outgoing.append(close)
+            self._has_news.set()
+
+    def give_up(self, error: GatewayError, code: int) -> None:
+        """Drop what is queued and close with ``error``."""
+        self._outgoing.clear()
+        self.post(Error(0, error.code, str(error), fatal=True))
+        self.close(Close(code, error.code))
+
+    async def send_all(self) -> None:
+        """Send what is posted until the connection closes."""
+        while True:
+            while self._outgoing:
+                message = self._outgoing.popleft()
+                if isinstance(message, Close):
+                    await self.websocket.close(message.code, message.reason)
+                    return
+                frame = self.codec.encode(message)
+                if isinstance(frame, str):
+                    await self.websocket.send_text(frame)
+                else:
+                    await self.websocket.send_bytes(frame)
+            self._has_news.clear()
+            await self._has_news.wait()
+
+    async def receive(self) -> str | bytes:
+        """The next frame. Raises ``WebSocketDisconnect``."""
+        message = await self.websocket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message.get("code", 1005))
+        text: str | None = message.get("text")
+        data: bytes = message.get("bytes") or b""
+        return text if text is not None else data
+
+
+class Seat:
+    """A session with what it needs from the shell: its connection of the moment, its timer, its place in the queue."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.connection: Connection | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.has_room = asyncio.Event()  # set while the session wants audio
+        self.waiting_since_s: float | None = None  # for its decode
+
+
+class Server:
+    """Every session of this process, and the two loops that feed the engines and the detector."""
+
+    def __init__(
+        self, models: Mapping[str, ServedModel], worker: Worker, detector: SpeechDetector, config: Config
+    ) -> None:
+        self.models = models
+        self._worker = worker
+        self._detector = detector
+        self._config = config
+        self._seats: dict[str, Seat] = {}
+        self._decode_due = asyncio.Event()
+        self._score_due = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+
+    @property
+    def n_sessions(self) -> int:
+        """Sessions that live, connected or waiting to be resumed."""
+        return len(self._seats)
+
+    def start(self) -> None:
+        """Start feeding engines and detector. Needs a running event loop."""
+        self._spawn(self._decode_forever())
+        self._spawn(self._score_forever())
+
+    async def stop(self) -> None:
+        """Tell every client, and end what runs."""
+        self._is_stopping = True
+        for seat in list(self._seats.values()):
+            if seat.timer is not None:
+                seat.timer.cancel()
+            if seat.connection is not None:
+                seat.connection.give_up(ServerError("shutting_down", "the server stops; connect again later"), 1012)
+        await asyncio.sleep(0)  # lets the farewells reach their sockets
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._worker.stop()
+
+    # ------------------------------------------------------------------ connections
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """One connection at ``/v1/stream``, from handshake to close."""
+        subprotocol = choose_subprotocol(list(websocket.scope["subprotocols"]))
+        if subprotocol is None:
+            message = f"none of the offered sub-protocols is known; there are {', '.join(CODECS)}"
+            await websocket.send_denial_response(JSONResponse({"error": message}, status_code=400))
+            return
+        await websocket.accept(subprotocol if websocket.scope["subprotocols"] else None)
+        connection = Connection(websocket, CODECS[subprotocol])
+        sender = asyncio.create_task(connection.send_all())
+        try:
+            await self._converse(connection, sender)
+        finally:
+            await self._end(connection, sender)
+
+    async def _converse(self, connection: Connection, sender: asyncio.Task[None]) -> None:
+        """Feed a session with what the client sends, until either side has enough."""
+        seat = self._new_seat()
+        if seat is None:
+            connection.give_up(ServerError("server_full", "no room for another session; try again later"), 1013)
+            return
+        self._attach(seat, connection)
+        try:
+            while connection.closing is None:
+                reading = asyncio.ensure_future(connection.receive())
+                await asyncio.wait({reading, sender}, return_when=asyncio.FIRST_COMPLETED)
+                if not reading.done():  # the sender ended: closed, or the client is gone
+                    reading.cancel()
+                    return
+                seat = self._take_frame(seat, connection, reading.result())
+                await seat.has_room.wait()
+        except WebSocketDisconnect:
+            return
+        finally:
+            self._detach(connection)
+
+    def _take_frame(self, seat: Seat, connection: Connection, frame: str | bytes) -> Seat:
+        """Hand one frame to the session; answers with the seat the connection belongs to from then on."""
+        try:
+            message = connection.codec.decode(frame)
+        except ClientError as error:
+            refusal = error
+            self._feed(seat, lambda now_s: seat.session.refuse(refusal))
+            return seat
+        self._feed(seat, lambda now_s: seat.session.receive(message, now_s))
+        # A hello that wants another session back has moved this connection to that one's seat.
+        return next((other for other in self._seats.values() if other.connection is connection), seat)
+
+    async def _end(self, connection: Connection, sender: asyncio.Task[None]) -> None:
+        """Give the last messages their chance; a client that does not read loses them."""
+        if connection.websocket.application_state is WebSocketState.CONNECTED:
+            await asyncio.wait({sender}, timeout=GOODBYE_TIMEOUT_S if connection.closing else 0)
+        sender.cancel()
+        await asyncio.gather(sender, return_exceptions=True)
+
+    def _new_seat(self) -> Seat | None:
+        if self._is_stopping or len(self._seats) >= self._config.server.max_sessions:
+            return None
+        session = Session(
+            secrets.token_urlsafe(16),
+            self.models,
+            self._detector.initial_state(),
+            config=self._config.session,
+            gate=self._config.vad,
+            now_s=self._now_s(),
+        )
+        seat = self._seats[session.session_id] = Seat(session)
+        return seat
+
+    def _attach(self, seat: Seat, connection: Connection) -> None:
+        seat.connection = connection
+        self._settle(seat)
+
+    def _detach(self, connection: Connection) -> None:
+        """The connection is over: its session waits to be resumed, or ends if nobody can want it."""
+        for seat in list(self._seats.values()):
+            if seat.connection is connection:
+                seat.connection = None
+                self._feed(seat, seat.session.peer_gone)
+
+    def _resume(self, fresh: Seat, session_id: str, last_event: int) -> None:
+        """Move the connection of ``fresh`` to the session that it wants back."""
+        wanted = self._seats.get(session_id)
+        try:
+            if wanted is None or wanted is fresh:
+                raise ClientError(
+                    "unknown_session", "no such session to resume, or its window has passed; say hello anew"
+                )
+            effects = wanted.session.resume(last_event, self._now_s())
+        except ClientError as error:
+            self._apply(fresh, fresh.session.refuse(error))
+            return
+        if wanted.connection is not None:
+            wanted.connection.give_up(ServerError("taken_over", "the session was resumed on another connection"), 4410)
+        wanted.connection, fresh.connection = fresh.connection, None
+        self._forget(fresh)
+        self._apply(wanted, effects)
+
+    # ------------------------------------------------------------------ effects
+
+    def _feed(self, seat: Seat, call: Callable[[float], list[Effect]]) -> None:
+        """Give a session one input and carry out what follows. A fault in it ends this session and no other."""
+        try:
+            self._apply(seat, call(self._now_s()))
+        except Exception:
+            self._fail(seat)
+
+    def _fail(self, seat: Seat) -> None:
+        """End a session that can't go on; called while the exception is being handled."""
+        log.exception("session %s failed", seat.session.session_id[:6])
+        if seat.connection is not None:
+            seat.connection.give_up(ServerError("internal", "a fault of the server ended this session"), 1011)
+        self._forget(seat)
+
+    def _apply(self, seat: Seat, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(message):
+                    self._send(seat, message)
+                case OpenStream():
+                    self._spawn(self._open(seat, effect))
+                case CloseStream(stream_id):
+                    self._spawn(self._worker.close((seat.session.session_id, stream_id)))
+                case Close():
+                    if seat.connection is not None:
+                        seat.connection.close(effect)
+                case Resume(session_id, last_event):
+                    self._resume(seat, session_id, last_event)
+                    return
+        self._settle(seat)
+
+    def _send(self, seat: Seat, message: ServerMessage) -> None:
+        if seat.connection is not None and not seat.connection.post(message):
+            seat.connection.give_up(
+                ServerError("too_slow", "the client does not read; resume the session to go on"), 4409
+            )
+            seat.connection = None
+            self._feed(seat, seat.session.peer_gone)
+
+    def _settle(self, seat: Seat) -> None:
+        """After every change of a session: its timer, its room for audio, its place in the queues."""
+        session, now_s = seat.session, self._now_s()
+        if session.is_forgettable(now_s):
+            self._forget(seat)
+            return
+        if seat.timer is not None:
+            seat.timer.cancel()
+        wake_s = session.next_wake_s
+        seat.timer = None if wake_s is None else asyncio.get_running_loop().call_at(wake_s, self._wake, seat)
+        if session.wants_audio:
+            seat.has_room.set()
+        else:
+            seat.has_room.clear()
+        self._score_due.set()
+        if session.decode_priority is None:
+            seat.waiting_since_s = None
+        else:
+            seat.waiting_since_s = now_s if seat.waiting_since_s is None else seat.waiting_since_s
+            self._decode_due.set()
+
+    def _wake(self, seat: Seat) -> None:
+        self._feed(seat, seat.session.wake)
+
+    def _forget(self, seat: Seat) -> None:
+        if seat.timer is not None:
+            seat.timer.cancel()
+        seat.has_room.set()
+        self._seats.pop(seat.session.session_id, None)
+
+    async def _open(self, seat: Seat, effect: OpenStream) -> None:
+        try:
+            warnings = await self._worker.open(
+                (seat.session.session_id, effect.stream_id), effect.model, effect.options
+            )
+        except Exception:
+            self._fail(seat)
+            return
+        self._feed(seat, lambda now_s: seat.session.opened(("vocabulary_truncated", warning) for warning in warnings))
+
+    # ------------------------------------------------------------------ engines and detector
+
+    async def _decode_forever(self) -> None:
+        """Keep the engine busy with the most urgent decodes."""
+        max_batch = {name: served.card.max_batch for name, served in self.models.items()}
+        while True:
+            await self._decode_due.wait()
+            self._decode_due.clear()
+            while jobs := [
+                (entry.key, job)
+                for entry in next_batch(self._waiting(), max_batch)
+                if (job := self._take_job(entry.key))
+            ]:
+                await self._decode(jobs)
+
+    def _waiting(self) -> list[Waiting[Seat]]:
+        return [
+            Waiting(seat, model, priority, seat.waiting_since_s or 0.0)
+            for seat in self._seats.values()
+            if (priority := seat.session.decode_priority) is not None and (model := seat.session.model) is not None
+        ]
+
+    @staticmethod
+    def _take_job(seat: Seat) -> DecodeJob | None:
+        seat.waiting_since_s = None
+        return seat.session.next_decode()
+
+    async def _decode(self, jobs: list[tuple[Seat, DecodeJob]]) -> None:
+        batch = [((seat.session.session_id, job.stream_id), job.chunk) for seat, job in jobs]
+        try:
+            hypotheses = await self._worker.decode(jobs[0][1].model, batch)
+        except Exception:
+            log.exception("a batch of %d decodes failed", len(jobs))
+            await self._decode_apart(jobs)
+            return
+        for (seat, _), hypothesis in zip(jobs, hypotheses, strict=True):
+            self._feed(seat, partial(seat.session.decoded, hypothesis))
+
+    async def _decode_apart(self, jobs: list[tuple[Seat, DecodeJob]]) -> None:
+        """After a batch failed: each alone, so that one bad chunk costs nobody else theirs."""
+        if len(jobs) > 1:
+            for alone in jobs:
+                await self._decode([alone])
+            return
+        [(seat, job)] = jobs
+        span = job.chunk.span
+        message = f"the model failed on {seconds(span.start_sample):.2f}..{seconds(span.end_sample):.2f} s"
+        self._feed(seat, partial(seat.session.decode_failed, message))
+
+    async def _score_forever(self) -> None:
+        """Score the windows of all sessions that have some, together."""
+        while True:
+            await self._score_due.wait()
+            self._score_due.clear()
+            due = [(seat, work) for seat in self._seats.values() if (work := seat.session.windows_to_score())]
+            if not due:
+                continue
+            try:
+                results = await self._worker.score([work for _, work in due])
+            except Exception:
+                for seat, _ in due:
+                    self._fail(seat)
+                continue
+            for (seat, _), (probabilities, state) in zip(due, results, strict=True):
+                self._feed(seat, partial(seat.session.scored, probabilities, state))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()

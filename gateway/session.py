@@ -1,0 +1,741 @@
+"""One caller's session as a state machine: messages, probabilities and hypotheses in, effects out.
+
+Knows the protocol's order, the session's clock of samples and what is still due. Does not know sockets, threads or the
+time (``now_s`` is passed in). After each input: carry out the effects in the order given, then offer the session's
+work (``windows_to_score``, ``next_decode``) and set a timer for ``next_wake_s``.
+
+    GREETING --hello--> OPEN --bye, or lost past the resume window--> DRAINING --all answered--> CLOSED
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum, IntEnum, auto
+from typing import TypeVar, assert_never
+
+import numpy as np
+from msgspec import UnsetType, structs
+from numpy.typing import NDArray
+
+from gateway.config import SessionConfig
+from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Send
+from gateway.errors import ERRORS, ClientError
+from gateway.ingest import AudioFormat, Ingest, suspect
+from gateway.messages import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Ack,
+    Audio,
+    AudioSpec,
+    Bye,
+    ClientMessage,
+    EngineItem,
+    Error,
+    Event,
+    Farewell,
+    Final,
+    Flush,
+    Flushed,
+    Hello,
+    Limits,
+    ModelItem,
+    Partial,
+    Ready,
+    SpeechEnded,
+    SpeechStarted,
+    Update,
+    Updated,
+    Warning,
+    WordItem,
+)
+from streaming.capability import Capability, MissingCapabilityError, Negotiated, negotiate
+from streaming.engine import Chunk, DecodeOptions, ModelCard, Task, UnsupportedOptionError
+from streaming.pacing import Pacing
+from streaming.prompt import MAX_GAP_S
+from streaming.transcript import EndReason, Hypothesis, Segment, Word, text_of
+from streaming.utterance import Purpose, Utterance
+from streaming.window import RollingAudio
+from vad import gate as vad_gate
+from vad.audio import AudioFrame, samples_from_ms, seconds
+from vad.detector import DetectorState
+from vad.framer import Framer, padded
+from vad.gate import Gate, GateSettings
+
+HELLO_TIMEOUT_S = 10.0
+STALL_S = 1.0  # no audio for so long ends the speech in progress
+MAX_RETAINED_S = 60.0  # audio held while decoding is behind; beyond it the socket is not read
+ACK_INTERVAL_SAMPLES = samples_from_ms(250)
+SUSPECT_AFTER_SAMPLES = samples_from_ms(2_000)
+LAG_WARNING_S = 2.0
+LAG_WARNING_INTERVAL_S = 10.0
+MAX_WINDOWS_A_SCORE = 64  # 2 s of audio, so that a fast sender does not hold up the others in a batch
+MAX_LOGGED_EVENTS = 4_096
+
+
+class State(Enum):
+    """Where the session stands in its life."""
+
+    GREETING = auto()
+    OPEN = auto()
+    DRAINING = auto()
+    CLOSED = auto()
+
+
+class Priority(IntEnum):
+    """What the batcher takes first."""
+
+    FINAL = 0
+    PARTIAL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as a session sees it."""
+
+    card: ModelCard
+    engine: EngineItem
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """What a client may change between utterances."""
+
+    gate: GateSettings
+    partial_interval_ms: int
+    options: DecodeOptions = field(default_factory=DecodeOptions)
+
+    @property
+    def pacing(self) -> Pacing:
+        """The pacing that follows."""
+        return Pacing(partial_interval_samples=samples_from_ms(self.partial_interval_ms))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeJob:
+    """One decode for the engine of ``model``; answer it with ``decoded`` or ``decode_failed``."""
+
+    model: str
+    stream_id: int
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class _Barrier:
+    """Something ordered behind the audio: takes effect when all before ``at_sample`` has been scored."""
+
+    at_sample: int
+    cause: Flush | Update | Bye | EndReason
+    settings: StreamSettings | None = None  # of an update
+
+
+@dataclass(slots=True)
+class _Spoken:
+    """An utterance in work and the engine stream it is decoded on."""
+
+    utterance: Utterance
+    stream_id: int
+    start_sample: int
+    ended_at_s: float | None = None
+
+
+class Session:
+    """See the module's docstring for the order of use."""
+
+    def __init__(
+        self,
+        session_id: str,
+        models: Mapping[str, ServedModel],
+        detector_state: DetectorState,
+        *,
+        config: SessionConfig,
+        gate: GateSettings,
+        now_s: float,
+    ) -> None:
+        """``models``: the served ones, the default first. ``config`` and ``gate`` hold where a hello says nothing else."""
+        self.session_id = session_id
+        self.state = State.GREETING
+        self._models = models
+        self._config = config
+        self._began_s = now_s
+        self._last_audio_s = now_s
+        self._lost_s: float | None = None
+        # events
+        self._n_events = 0
+        self._log: dict[int, Event] = {}  # by number, in order; without partials that a newer one has replaced
+        self._forgotten_event = 0  # the newest that had to leave the log though nothing replaced it
+        self._shown_partial: int | None = None  # number of the partial that the next partial or final replaces
+        self._warned: set[str] = set()
+        self._lag_warned_s = float("-inf")
+        # audio, from bytes to scored windows
+        self._ingest: Ingest | None = None
+        self._opening: list[NDArray[np.float32]] | None = []  # the first samples, until they have been looked at
+        self._audio = RollingAudio()
+        self._framer = Framer()
+        self._timeline: deque[AudioFrame | _Barrier] = deque()  # windows to score, and what stands between them
+        self._n_scoring = 0
+        self._detector_state = detector_state
+        self._gate = Gate(gate)
+        self._acked_samples = 0
+        # settings, utterances and what waits for them
+        self._ready: Ready | None = None
+        self._settings = StreamSettings(gate, config.partial_interval_ms)  # of the next utterance
+        self._newest_settings = (
+            self._settings
+        )  # what the last update asked for; takes effect behind the audio before it
+        self._stream_ids = itertools.count(1)
+        self._stream_id = 0
+        self._segment_ids = itertools.count(1)
+        self._spoken: deque[_Spoken] = deque()
+        self._n_begun = 0
+        self._n_over = 0
+        self._unanswered: deque[tuple[int, _Barrier]] = deque()  # with how many utterances must be over first
+        self._prompt = ""
+        self._prompt_sample = 0  # where the speech that the prompt is from ended
+
+    @property
+    def model(self) -> str | None:
+        """Name of the model of this session, once it is greeted."""
+        return self._ready.model if self._ready else None
+
+    # ------------------------------------------------------------------ inputs from the connection
+
+    def receive(self, message: ClientMessage, now_s: float) -> list[Effect]:
+        """A message came."""
+        try:
+            return self._receive(message, now_s)
+        except ClientError as error:
+            return self.refuse(error)
+
+    def refuse(self, error: ClientError) -> list[Effect]:
+        """Tell the client what was wrong; the session goes on unless the error is fatal."""
+        kind = ERRORS[error.code]
+        effects = [self._event(Error(0, error.code, str(error), kind.is_fatal))]
+        return [*effects, Close(kind.close_code, error.code)] if kind.close_code is not None else effects
+
+    def peer_gone(self, now_s: float) -> list[Effect]:
+        """The connection is gone. An open session waits to be resumed."""
+        self._lost_s = now_s
+        return self._close() if self.state is State.GREETING else []
+
+    def resume(self, last_event: int, now_s: float) -> list[Effect]:
+        """A new connection takes this session up, having seen every event up to ``last_event``.
+
+        Raises:
+            ClientError: ``unknown_session``, if it is over or events that were not seen are no longer kept.
+        """
+        if self._ready is None or not self._forgotten_event <= last_event <= self._n_events:
+            raise ClientError("unknown_session", "events after last_event are not kept; say hello anew")
+        self._lost_s = None
+        self._last_audio_s = now_s
+        self._acked_samples = self._taken_samples
+        ready = structs.replace(self._ready, resumed=True, taken_samples=self._taken_samples)
+        missed = [Send(event) for number, event in self._log.items() if number > last_event]
+        return [Send(ready), *missed, *([Close(1000, "bye")] if self.state is State.CLOSED else [])]
+
+    def wake(self, now_s: float) -> list[Effect]:
+        """``next_wake_s`` has come."""
+        if self.state is State.GREETING and now_s >= self._began_s + HELLO_TIMEOUT_S:
+            return [
+                *self.refuse(ClientError("hello_timeout", f"no valid hello within {HELLO_TIMEOUT_S:g} s")),
+                *self._close(),
+            ]
+        if (
+            self.state is State.OPEN
+            and self._lost_s is not None
+            and now_s >= self._lost_s + self._config.resume_window_s
+        ):
+            return self._drain(EndReason.END, now_s)
+        if self._may_stall and now_s >= self._last_audio_s + STALL_S:
+            self._last_audio_s = now_s
+            return self._put_barrier(_Barrier(0, EndReason.STALL), now_s)
+        return []
+
+    @property
+    def next_wake_s(self) -> float | None:
+        """When ``wake`` wants to be called, ``None`` for never."""
+        if self.state is State.GREETING:
+            return self._began_s + HELLO_TIMEOUT_S
+        times = []
+        if self.state is State.OPEN and self._lost_s is not None:
+            times.append(self._lost_s + self._config.resume_window_s)
+        if self._may_stall:
+            times.append(self._last_audio_s + STALL_S)
+        return min(times, default=None)
+
+    def is_forgettable(self, now_s: float) -> bool:
+        """Whether nobody can want this session any more. One that ended while its client was away can still be resumed."""
+        return self.state is State.CLOSED and (
+            self._lost_s is None or now_s >= self._lost_s + self._config.resume_window_s
+        )
+
+    @property
+    def wants_audio(self) -> bool:
+        """False while so much audio waits for its decode that reading more would only fill memory."""
+        return self._retained_s < MAX_RETAINED_S
+
+    @property
+    def _retained_s(self) -> float:
+        return seconds(self._audio.end_sample - self._audio.start_sample)
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether so much audio waits that acknowledgements are held back, for the client to slow down."""
+        return self._retained_s >= MAX_RETAINED_S / 2
+
+    # ------------------------------------------------------------------ work for the detector
+
+    def windows_to_score(self) -> tuple[DetectorState, NDArray[np.float32]] | None:
+        """The windows due [n, WINDOW_SAMPLES] and the state to score them from; answer with ``scored`` before asking again."""
+        if self._n_scoring:
+            return None
+        run = itertools.takewhile(
+            lambda item: isinstance(item, AudioFrame), itertools.islice(self._timeline, MAX_WINDOWS_A_SCORE)
+        )
+        windows = [padded(item.samples) for item in run if isinstance(item, AudioFrame)]
+        if not windows:
+            return None
+        self._n_scoring = len(windows)
+        return self._detector_state, np.stack(windows)
+
+    def scored(self, probabilities: NDArray[np.float32], state: DetectorState, now_s: float) -> list[Effect]:
+        """The detector's answer: one probability for each window handed out."""
+        assert len(probabilities) == self._n_scoring, "as many probabilities as windows"
+        self._detector_state = state
+        self._n_scoring = 0
+        effects: list[Effect] = []
+        for probability in probabilities:
+            window = self._timeline.popleft()
+            assert isinstance(window, AudioFrame)
+            effects += self._gated(self._gate.push(window.start_sample, float(probability)), EndReason.SILENCE, now_s)
+            if self._gate.is_speech:
+                self._spoken[-1].utterance.heard(window.end_sample)
+        self._forget_audio(now_s)
+        return [*effects, *self._pass_barriers(now_s), *self._acknowledge()]
+
+    # ------------------------------------------------------------------ work for the engine
+
+    @property
+    def decode_priority(self) -> Priority | None:
+        """Whether a decode is due, and how urgent it is."""
+        purpose = self._spoken[0].utterance.due() if self._spoken else None
+        if purpose is None:
+            return None
+        return Priority.PARTIAL if purpose is Purpose.PARTIAL else Priority.FINAL
+
+    def next_decode(self) -> DecodeJob | None:
+        """The decode that is due, over the newest audio."""
+        if not self._spoken:
+            return None
+        head = self._spoken[0]
+        request = head.utterance.next_request()
+        if request is None:
+            return None
+        chunk = Chunk(
+            span=request.span,
+            samples=self._audio.samples(request.span),
+            is_final=request.is_final,
+            prompt=request.prompt,
+            prefix=request.prefix,
+        )
+        assert self._ready is not None
+        return DecodeJob(self._ready.model, head.stream_id, chunk)
+
+    def opened(self, warnings: Iterable[tuple[str, str]]) -> list[Effect]:
+        """An engine stream is open; ``warnings`` (code, message) say what it only half honours."""
+        return [self._event(Warning(0, code, message)) for code, message in warnings]
+
+    def decoded(self, hypothesis: Hypothesis, now_s: float) -> list[Effect]:
+        """The engine's answer to the decode handed out."""
+        return self._transcribed(self._spoken[0].utterance.decoded(hypothesis), now_s)
+
+    def decode_failed(self, message: str, now_s: float) -> list[Effect]:
+        """The engine failed on the decode handed out."""
+        head = self._spoken[0]
+        error = self._event(Error(0, "decode_failed", message, fatal=False))
+        return [error, *self._transcribed(head.utterance.failed(), now_s)]
+
+    # ------------------------------------------------------------------ messages
+
+    def _receive(self, message: ClientMessage, now_s: float) -> list[Effect]:
+        if self.state is State.GREETING:
+            if not isinstance(message, Hello):
+                raise ClientError("hello_required", "say hello first, with the audio's format")
+            return self._greet(message, now_s)
+        if self.state is not State.OPEN:
+            return []  # said bye already: nothing more is taken
+        match message:
+            case Hello():
+                raise ClientError("already_greeted", "the session is open; change its settings with update")
+            case Audio(data):
+                return self._take(data, now_s)
+            case Flush():
+                return self._put_barrier(_Barrier(0, message), now_s)
+            case Update():
+                self._newest_settings = self._changed(self._newest_settings, message)
+                return self._put_barrier(_Barrier(0, message, self._newest_settings), now_s, drains=False)
+            case Bye():
+                return self._drain(message, now_s)
+            case _:
+                assert_never(message)
+
+    def _greet(self, hello: Hello, now_s: float) -> list[Effect]:
+        if not isinstance(hello.resume, UnsetType):
+            return [Resume(hello.resume.session_id, hello.resume.last_event)]
+        assert not isinstance(hello.audio, UnsetType)
+        ingest = Ingest(_audio_format(hello.audio))
+        name = _or(hello.model, next(iter(self._models)))
+        if name not in self._models:
+            raise ClientError("unknown_model", f"no model {name!r} here; there are {', '.join(self._models)}")
+        card = self._models[name].card
+        negotiated = _negotiate(card, _or(hello.require, ()), _or(hello.prefer, ()))
+        settings = _settings_from(hello, self._settings, card)
+        self._ingest = ingest
+        self._settings = self._newest_settings = settings
+        self._gate = Gate(settings.gate)
+        self.state = State.OPEN
+        self._last_audio_s = now_s
+        unknown = tuple(wish for wish in _or(hello.prefer, ()) if wish not in set(Capability))
+        self._ready = Ready(
+            protocol=PROTOCOL_VERSION,
+            session_id=self.session_id,
+            resumed=False,
+            taken_samples=0,
+            model=name,
+            language=settings.options.language or (card.languages[0] if len(card.languages) == 1 else None),
+            granted=tuple(sorted(negotiated.granted)),
+            declined=(*sorted(negotiated.declined), *unknown),
+            engine=self._models[name].engine,
+            models=tuple(model_item(served.card) for served in self._models.values()),
+            limits=Limits(MAX_FRAME_BYTES, self._config.max_unacked_s, self._config.resume_window_s),
+        )
+        return [Send(self._ready), self._open_stream(settings.options)]
+
+    def _changed(self, settings: StreamSettings, update: Update) -> StreamSettings:
+        assert self._ready is not None
+        return _settings_from(update, settings, self._models[self._ready.model].card)
+
+    def _open_stream(self, options: DecodeOptions) -> Effect:
+        assert self._ready is not None
+        self._stream_id = next(self._stream_ids)
+        return OpenStream(self._stream_id, self._ready.model, options)
+
+    # ------------------------------------------------------------------ audio
+
+    @property
+    def _taken_samples(self) -> int:
+        return self._ingest.input_samples_taken if self._ingest else 0
+
+    def _take(self, data: bytes, now_s: float) -> list[Effect]:
+        if not data:
+            raise ClientError("empty_audio", "an audio frame without bytes")
+        assert self._ingest is not None
+        self._last_audio_s = now_s
+        result = self._ingest.push(data)
+        effects: list[Effect] = []
+        if result.n_non_finite:
+            effects += self._warn_once("non_finite_samples", "NaN or infinite samples were taken as silence")
+        if result.n_clipped:
+            effects += self._warn_once("clipped_samples", "samples outside -1..1 were clipped; f32le audio lies inside")
+        self._append(result.samples, now_s)
+        return [
+            *effects,
+            *self._look_for_wrong_format(result.samples),
+            *self._acknowledge(),
+            *self._pass_barriers(now_s),
+        ]
+
+    def _append(self, samples: NDArray[np.float32], now_s: float) -> None:
+        if len(samples):
+            self._audio.append(AudioFrame(self._audio.end_sample, samples))
+            self._timeline.extend(self._framer.push(samples))
+            self._forget_audio(now_s)
+
+    def _look_for_wrong_format(self, samples: NDArray[np.float32]) -> list[Effect]:
+        """Look at the first two seconds once: a format declared wrongly sounds like loud noise."""
+        if self._opening is None:
+            return []
+        self._opening.append(samples)
+        if sum(map(len, self._opening)) < SUSPECT_AFTER_SAMPLES:
+            return []
+        doubt = suspect(np.concatenate(self._opening))
+        self._opening = None
+        return [self._event(Warning(0, "audio_suspect", doubt))] if doubt else []
+
+    def _acknowledge(self, *, at_once: bool = False) -> list[Effect]:
+        """An ack when enough was taken; held back while decoding is behind, so that the client slows down."""
+        assert self._ingest is not None
+        news = self._taken_samples - self._acked_samples
+        is_due = news * 16_000 >= ACK_INTERVAL_SAMPLES * self._ingest.format.sample_rate_hz or (at_once and news > 0)
+        if not is_due or self._is_behind:
+            return []
+        self._acked_samples = self._taken_samples
+        return [Send(Ack(self._acked_samples))]
+
+    def _forget_audio(self, now_s: float) -> None:
+        was_behind = self._is_behind
+        in_work = (spoken.utterance.keep_from_sample for spoken in self._spoken)
+        self._audio.drop_before(min([self._gate.keep_from_sample, *in_work]))
+        if was_behind and not self._is_behind:
+            self._last_audio_s = now_s  # the client paused for us: it has not stalled
+
+    # ------------------------------------------------------------------ barriers
+
+    def _drain(self, cause: Bye | EndReason, now_s: float) -> list[Effect]:
+        self.state = State.DRAINING
+        return self._put_barrier(_Barrier(0, cause), now_s)
+
+    def _put_barrier(self, barrier: _Barrier, now_s: float, *, drains: bool = True) -> list[Effect]:
+        """Order ``barrier`` behind the audio so far; ``drains``: get every sample of it out of the resampler and the framer."""
+        assert self._ingest is not None
+        effects: list[Effect] = []
+        if drains:
+            tail = self._ingest.flush()
+            self._append(tail.samples, now_s)
+            if tail.n_dropped_bytes and isinstance(barrier.cause, Bye):
+                effects += self._warn_once(
+                    "incomplete_sample", f"{tail.n_dropped_bytes} bytes at the end are no whole sample"
+                )
+            rest = self._framer.flush()
+            if rest is not None:
+                self._timeline.append(rest)
+        self._timeline.append(replace(barrier, at_sample=self._framer.end_sample))
+        return [*effects, *self._acknowledge(at_once=True), *self._pass_barriers(now_s)]
+
+    def _pass_barriers(self, now_s: float) -> list[Effect]:
+        """Let every barrier take effect that no unscored window stands before."""
+        effects: list[Effect] = []
+        while not self._n_scoring and self._timeline and isinstance(barrier := self._timeline[0], _Barrier):
+            self._timeline.popleft()
+            effects += self._pass(barrier, now_s)
+        return [*effects, *self._answer_barriers(now_s)]
+
+    def _pass(self, barrier: _Barrier, now_s: float) -> list[Effect]:
+        match barrier.cause:
+            case Update(id):
+                assert barrier.settings is not None
+                return self._apply(id, barrier.settings, barrier.at_sample)
+            case Flush():
+                reason = EndReason.FLUSH
+            case Bye():
+                reason = EndReason.END
+            case EndReason():
+                reason = barrier.cause
+            case _:
+                assert_never(barrier.cause)
+        effects = self._gated(self._gate.force_end(barrier.at_sample), reason, now_s) if barrier.at_sample else []
+        self._unanswered.append((self._n_begun, barrier))
+        return effects
+
+    def _apply(self, update_id: str, settings: StreamSettings, at_sample: int) -> list[Effect]:
+        effects: list[Effect] = []
+        if settings.options != self._settings.options:
+            unused = self._stream_id if all(spoken.stream_id != self._stream_id for spoken in self._spoken) else None
+            effects.append(self._open_stream(settings.options))
+            if unused is not None:
+                effects.append(CloseStream(unused))
+            self._prompt = ""
+        self._settings = settings
+        self._gate.settings = settings.gate
+        return [*effects, self._event(Updated(0, update_id, _wire_s(at_sample)))]
+
+    def _answer_barriers(self, now_s: float) -> list[Effect]:
+        """Answer every barrier whose utterances are over."""
+        effects: list[Effect] = []
+        while self._unanswered and self._unanswered[0][0] <= self._n_over:
+            _, barrier = self._unanswered.popleft()
+            match barrier.cause:
+                case Flush(id):
+                    effects.append(self._event(Flushed(0, id, _wire_s(barrier.at_sample))))
+                case Bye() | EndReason.END:
+                    effects.append(self._event(Farewell(0, reason="bye", audio_s=_wire_s(barrier.at_sample))))
+                    effects += [Close(1000, "bye"), *self._close()]
+        return effects
+
+    def _close(self) -> list[Effect]:
+        self.state = State.CLOSED
+        effects: list[Effect] = []
+        if self._stream_id:
+            effects.append(CloseStream(self._stream_id))
+        self._stream_id = 0
+        return effects
+
+    # ------------------------------------------------------------------ speech
+
+    @property
+    def _may_stall(self) -> bool:
+        """Whether speech is open that a silent client would leave hanging."""
+        return self.state is State.OPEN and (self._gate.is_speech or self._gate.is_pending) and not self._is_behind
+
+    def _gated(self, events: list[vad_gate.GateEvent], reason: EndReason, now_s: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for event in events:
+            match event:
+                case vad_gate.SpeechStarted(start_sample, onset_sample):
+                    effects.append(self._event(SpeechStarted(0, _wire_s(start_sample), _wire_s(onset_sample))))
+                    self._begin_utterance(start_sample)
+                case vad_gate.SpeechPaused(at_sample):
+                    self._spoken[-1].utterance.paused(at_sample)
+                case vad_gate.SpeechResumed():
+                    self._spoken[-1].utterance.resumed()
+                case vad_gate.SpeechEnded(end_sample, speech_end_sample):
+                    effects.append(self._event(SpeechEnded(0, _wire_s(end_sample))))
+                    spoken = self._spoken[-1]
+                    spoken.ended_at_s = now_s
+                    segments = spoken.utterance.ended(
+                        end_sample=end_sample, speech_end_sample=speech_end_sample, reason=reason
+                    )
+                    effects += self._transcribed(segments, now_s)
+                case _:
+                    assert_never(event)
+        return effects
+
+    def _begin_utterance(self, start_sample: int) -> None:
+        utterance = Utterance(start_sample=start_sample, segment_ids=self._segment_ids, pacing=self._settings.pacing)
+        self._spoken.append(_Spoken(utterance, self._stream_id, start_sample))
+        self._n_begun += 1
+        if len(self._spoken) == 1:
+            self._prompt_head()
+
+    def _prompt_head(self) -> None:
+        """Tell the utterance that is decoded next what was said just before it."""
+        head = self._spoken[0]
+        if seconds(head.start_sample - self._prompt_sample) <= MAX_GAP_S:
+            head.utterance.prompt = self._prompt
+
+    def _transcribed(self, segments: list[Segment], now_s: float) -> list[Effect]:
+        effects: list[Effect] = [self._event(_segment_event(segment)) for segment in segments]
+        while self._spoken and self._spoken[0].utterance.is_over:
+            effects += self._retire(self._spoken.popleft(), now_s)
+        self._forget_audio(now_s)
+        return [*effects, *self._answer_barriers(now_s), *self._acknowledge()]
+
+    def _retire(self, spoken: _Spoken, now_s: float) -> list[Effect]:
+        self._n_over += 1
+        self._prompt = spoken.utterance.prompt
+        self._prompt_sample = spoken.utterance.keep_from_sample
+        effects = self._report_lag(spoken, now_s)
+        if spoken.stream_id != self._stream_id and all(other.stream_id != spoken.stream_id for other in self._spoken):
+            effects.append(CloseStream(spoken.stream_id))
+        if self._spoken:
+            self._prompt_head()
+        return effects
+
+    def _report_lag(self, spoken: _Spoken, now_s: float) -> list[Effect]:
+        """Say so when finals come late though the client sends no faster than real time."""
+        lag_s = now_s - (spoken.ended_at_s if spoken.ended_at_s is not None else now_s)
+        is_live = seconds(self._audio.end_sample) <= now_s - self._began_s + 1.0
+        if lag_s < LAG_WARNING_S or not is_live or now_s - self._lag_warned_s < LAG_WARNING_INTERVAL_S:
+            return []
+        self._lag_warned_s = now_s
+        return [self._event(Warning(0, "lagging", f"finals are {lag_s:.1f} s late; partials are shed first"))]
+
+    # ------------------------------------------------------------------ events
+
+    def _event(self, event: Event) -> Effect:
+        """Number ``event``, keep it for a resume and send it."""
+        self._n_events += 1
+        numbered = structs.replace(event, event=self._n_events)
+        if isinstance(event, Partial | Final):
+            # Segments come in order, so the partial shown last is of this one or of one that had no words in the end.
+            self._log.pop(self._shown_partial or 0, None)
+            self._shown_partial = self._n_events if isinstance(event, Partial) else None
+        self._log[self._n_events] = numbered
+        if len(self._log) > MAX_LOGGED_EVENTS:
+            self._forgotten_event = next(iter(self._log))
+            del self._log[self._forgotten_event]
+        return Send(numbered)
+
+    def _warn_once(self, code: str, message: str) -> list[Effect]:
+        if code in self._warned:
+            return []
+        self._warned.add(code)
+        return [self._event(Warning(0, code, message))]
+
+
+_Value = TypeVar("_Value")
+
+
+def _or(value: _Value | UnsetType, default: _Value) -> _Value:
+    return default if isinstance(value, UnsetType) else value
+
+
+def _audio_format(spec: AudioSpec) -> AudioFormat:
+    try:
+        return AudioFormat(spec.encoding, spec.sample_rate_hz, spec.channels, spec.channel)
+    except ValueError as error:
+        raise ClientError("unsupported_audio", str(error)) from error
+
+
+def _negotiate(card: ModelCard, require: Iterable[str], prefer: Iterable[str]) -> Negotiated:
+    known = {str(capability) for capability in Capability}
+    missing = [name for name in require if name not in known]
+    try:
+        negotiated = negotiate(
+            card.capabilities,
+            {Capability(name) for name in require if name in known},
+            {Capability(name) for name in prefer if name in known},
+        )
+    except MissingCapabilityError as error:
+        missing += sorted(error.missing)
+    if missing:
+        offered = ", ".join(sorted(card.capabilities))
+        raise ClientError("missing_capability", f"{card.name} does not offer {', '.join(missing)}; it offers {offered}")
+    return negotiated
+
+
+def _settings_from(message: Hello | Update, base: StreamSettings, card: ModelCard) -> StreamSettings:
+    """``base`` with what ``message`` says, checked against what the model can do."""
+    task = _or(message.task, base.options.task)
+    if task not in set(Task):
+        raise ClientError("unsupported_option", f"no task {task!r}; there are {', '.join(Task)}")
+    options = DecodeOptions(
+        language=_or(message.language, base.options.language),
+        task=Task(task),
+        vocabulary=_or(message.vocabulary, base.options.vocabulary),
+        context=_or(message.context, base.options.context),
+    )
+    try:
+        card.check(options)
+    except UnsupportedOptionError as error:
+        raise ClientError("unsupported_option", str(error)) from error
+    return StreamSettings(
+        options=options,
+        gate=replace(base.gate, hangover_ms=_or(message.hangover_ms, base.gate.hangover_ms)),
+        partial_interval_ms=_or(message.partial_interval_ms, base.partial_interval_ms),
+    )
+
+
+def model_item(card: ModelCard) -> ModelItem:
+    """A model as ``ready`` and ``/v1/models`` list it."""
+    return ModelItem(card.name, card.languages, tuple(sorted(card.capabilities)))
+
+
+def _wire_s(sample: int) -> float:
+    return round(seconds(sample), 3)
+
+
+def _word_item(word: Word) -> WordItem:
+    return WordItem(
+        text=word.text,
+        start_s=None if word.start_sample is None else _wire_s(word.start_sample),
+        end_s=None if word.end_sample is None else _wire_s(word.end_sample),
+        confidence=None if word.confidence is None else round(word.confidence, 3),
+    )
+
+
+def _segment_event(segment: Segment) -> Partial | Final:
+    partial = Partial(
+        event=0,
+        segment=segment.segment_id,
+        revision=segment.revision,
+        text=text_of(segment.words),
+        start_s=_wire_s(segment.span.start_sample),
+        end_s=_wire_s(segment.span.end_sample),
+        words=tuple(_word_item(word) for word in segment.words),
+        n_committed=segment.n_committed,
+        language=segment.language,
+    )
+    if segment.end_reason is None:
+        return partial
+    return Final(**structs.asdict(partial), reason=segment.end_reason.value)

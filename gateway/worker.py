@@ -1,0 +1,72 @@
+"""The threads that compute, so that the event loop never does: one owns the engines, one the detector.
+
+Knows threads and engines. Does not know sessions or sockets; what to compute, and in which order, is decided elsewhere.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streaming.engine import Chunk, DecodeOptions, EngineStream, SpeechEngine
+from streaming.transcript import Hypothesis
+from vad.detector import DetectorState, SpeechDetector
+
+Result = TypeVar("Result")
+StreamKey = tuple[str, int]  # session id, stream id
+
+
+class Worker:
+    """Runs engines on one thread and the detector on another. Calls of a kind are carried out in the order made."""
+
+    def __init__(self, engines: Mapping[str, SpeechEngine], detector: SpeechDetector) -> None:
+        self._engines = engines
+        self._detector = detector
+        self._streams: dict[StreamKey, tuple[SpeechEngine, EngineStream]] = {}  # touched by the engine thread only
+        self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._detector_thread = ThreadPoolExecutor(1, thread_name_prefix="detector")
+
+    def stop(self) -> None:
+        """Let what runs finish and end both threads."""
+        self._engine_thread.shutdown(cancel_futures=True)
+        self._detector_thread.shutdown(cancel_futures=True)
+
+    async def open(self, key: StreamKey, model: str, options: DecodeOptions) -> tuple[str, ...]:
+        """Open an engine stream; answers with its warnings."""
+        return await _on(self._engine_thread, lambda: self._open(key, model, options))
+
+    async def close(self, key: StreamKey) -> None:
+        """Close an engine stream. One that was never opened is no error."""
+        await _on(self._engine_thread, lambda: self._close(key))
+
+    async def decode(self, model: str, batch: Sequence[tuple[StreamKey, Chunk]]) -> list[Hypothesis]:
+        """One hypothesis for each chunk. All chunks are of streams of ``model``."""
+        return await _on(self._engine_thread, lambda: self._decode(model, batch))
+
+    async def score(
+        self, batch: Sequence[tuple[DetectorState, NDArray[np.float32]]]
+    ) -> list[tuple[NDArray[np.float32], DetectorState]]:
+        """Probabilities and new state for each session's windows."""
+        return await _on(self._detector_thread, lambda: self._detector.score(batch))
+
+    def _open(self, key: StreamKey, model: str, options: DecodeOptions) -> tuple[str, ...]:
+        engine = self._engines[model]
+        stream = engine.open(options)
+        self._streams[key] = (engine, stream)
+        return stream.warnings
+
+    def _close(self, key: StreamKey) -> None:
+        entry = self._streams.pop(key, None)
+        if entry is not None:
+            engine, stream = entry
+            engine.close(stream)
+
+    def _decode(self, model: str, batch: Sequence[tuple[StreamKey, Chunk]]) -> list[Hypothesis]:
+        return self._engines[model].decode([(self._streams[key][1], chunk) for key, chunk in batch])
+
+
+async def _on(thread: ThreadPoolExecutor, call: Callable[[], Result]) -> Result:
+    return await asyncio.get_running_loop().run_in_executor(thread, call)
