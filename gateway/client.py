@@ -314,10 +314,12 @@ class StreamClient:
             self._take(parse(self._wire.decode(await websocket.recv())))
 
     def _take(self, message: ServerMessage) -> None:
+        if isinstance(message, ErrorEvent) and message.fatal:  # it is about the connection, which closes now
+            if message.code in _RESUMABLE:
+                return
+            raise RefusedError(message.code, message.message)
         event = self._session.receive(message)
         match event:
-            case ErrorEvent(fatal=True) if event.code not in _RESUMABLE:
-                raise RefusedError(event.code, event.message)
             case Flushed() | Updated():
                 self._answers[event.id] = event
             case Bye():

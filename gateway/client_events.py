@@ -140,7 +140,6 @@ class Updated:
     event: int
     id: str
     at_s: float
-    declined: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

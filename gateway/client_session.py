@@ -18,7 +18,7 @@ PROTOCOL_VERSION = 1
 FRAME_S = 0.25  # longer audio is cut, so that acknowledgements come at least this often
 _FRAME_MARGIN_BYTES = 64  # what MessagePack may add around the audio
 
-BYTES_PER_SAMPLE = {"s16le": 2, "s24le": 3, "s32le": 4, "f32le": 4, "mulaw": 1, "alaw": 1}
+BYTES_PER_SAMPLE = {"s16le": 2, "s24le": 3, "s32le": 4, "f32le": 4, "mulaw": 1, "alaw": 1, "s16be": 2}
 
 
 class Unchanged(Enum):
@@ -31,7 +31,7 @@ class Unchanged(Enum):
 class AudioFormat:
     """The format of the bytes. ``channel`` picks one of the interleaved channels; ``None`` mixes them down."""
 
-    encoding: str = "s16le"  # s16le, s24le, s32le, f32le, mulaw, alaw
+    encoding: str = "s16le"  # one of BYTES_PER_SAMPLE
     sample_rate_hz: int = 16_000  # 8000..48000
     channels: int = 1  # 1..8
     channel: int | None = None

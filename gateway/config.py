@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_PREFIX = "SENSEWAY_"
 CONFIG_PATH_VARIABLE = "SENSEWAY_CONFIG"
+CACHE_VARIABLE = "SENSEWAY_CACHE"  # read where files are fetched: a place on this machine, not a matter of deployment
 
 # Any: a TOML value, the text of a variable or a parsed flag; `_coerce` gives it the field's type or refuses it.
 Settings = Mapping[str, Any]
@@ -136,10 +137,10 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     keys_by_variable = {variable_of(key): key for key in known_keys()}
     found = {}
     for variable, value in environ.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_PATH_VARIABLE:
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in (CONFIG_PATH_VARIABLE, CACHE_VARIABLE):
             continue
         if variable not in keys_by_variable:
-            known = ", ".join([CONFIG_PATH_VARIABLE, *keys_by_variable])
+            known = ", ".join([CONFIG_PATH_VARIABLE, CACHE_VARIABLE, *keys_by_variable])
             raise ConfigError(f"environment: unknown variable {variable}; known are {known}")
         found[keys_by_variable[variable]] = value
     return found

@@ -20,7 +20,6 @@ from gateway.client import (
     AudioFormat,
     Bye,
     ConnectionFailedError,
-    ErrorEvent,
     Event,
     Final,
     Hello,
@@ -114,7 +113,7 @@ class FakeServer:
                     raise ConnectionResetError
                 elif self.fatal_at_bytes is not None and len(self.taken) >= self.fatal_at_bytes[0]:
                     code, self.fatal_at_bytes = self.fatal_at_bytes[1], None
-                    await send(self.event(type="error", code=code, message="told to", fatal=True))
+                    await send({"type": "error", "event": 0, "code": code, "message": "told to", "fatal": True})
                     await websocket.close(4409)
                 elif self.acknowledges:
                     await send({"type": "ack", "samples": len(self.taken) // 2})
@@ -123,7 +122,7 @@ class FakeServer:
                 await send(self.event(type="flushed", id=message["id"], at_s=0.0))
             case "update":
                 self.updates.append(message)
-                await send(self.event(type="updated", id=message["id"], at_s=0.0, declined=[]))
+                await send(self.event(type="updated", id=message["id"], at_s=0.0))
             case "bye":
                 self.got_bye = True
                 await send(self.event(type="bye", reason="bye", audio_s=len(self.taken) / 32_000))
@@ -187,9 +186,9 @@ def test_a_lost_connection_is_taken_up_without_loss_or_repetition(cuts: list[int
 
 def test_a_client_that_was_too_slow_comes_back() -> None:
     fake = FakeServer(fatal_at_bytes=(50_000, "too_slow"))
-    events = asyncio.run(streamed(fake))
+    asyncio.run(streamed(fake))
     assert bytes(fake.taken) == AUDIO
-    assert [event.code for event in events if isinstance(event, ErrorEvent)] == ["too_slow"]
+    assert len(fake.hellos) == 2
 
 
 def test_a_fatal_error_reaches_the_caller_with_its_code() -> None:

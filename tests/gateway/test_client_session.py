@@ -1,14 +1,18 @@
 """The client's side of a session without sockets: order, limits, and what is said again after a lost connection."""
 
-from typing import Any
+import dataclasses
+from typing import Any, get_args
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.client_events import Ack, Final, Flushed, Limits, ProtocolError, Ready, Updated, parse
+from gateway import pcm
+from gateway.client_events import SERVER_MESSAGES, Ack, Final, Flushed, Limits, ProtocolError, Ready, Updated, parse
 from gateway.client_events import Engine as EngineInfo
-from gateway.client_session import FRAME_S, AudioFormat, ClientSession, Hello, Settings
+from gateway.client_session import BYTES_PER_SAMPLE, FRAME_S, AudioFormat, ClientSession, Hello, Settings
+from gateway.messages import ServerMessage
 
 S16 = AudioFormat("s16le", 16_000)
 
@@ -170,6 +174,18 @@ def test_a_field_that_a_later_server_adds_is_left_out() -> None:
     assert parse({"type": "ack", "samples": 5, "mood": "good"}) == Ack(5)
 
 
+@pytest.mark.parametrize("kind", SERVER_MESSAGES)
+def test_every_message_has_the_fields_that_the_server_gives_it(kind: str) -> None:
+    structs = {struct_info.tag: struct_info for struct_info in map(msgspec.inspect.type_info, get_args(ServerMessage))}
+    server_fields = [field.name for field in structs[kind].fields]
+    assert [field.name for field in dataclasses.fields(SERVER_MESSAGES[kind])] == server_fields
+
+
+def test_the_client_knows_the_size_of_every_encoding_that_the_server_takes() -> None:
+    sizes = {encoding: pcm.AudioFormat(encoding, 16_000).frame_bytes for encoding in pcm.ENCODINGS}
+    assert sizes == BYTES_PER_SAMPLE
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("audio"), st.integers(1, 30_000)),
@@ -216,7 +232,7 @@ class Peer:
         self.controls.append((message["id"], len(self.taken)))
         n_event, message_id = len(self.events) + 1, message["id"]
         is_flush = message["type"] == "flush"
-        event = Flushed(n_event, message_id, 0.0) if is_flush else Updated(n_event, message_id, 0.0, ())
+        event = Flushed(n_event, message_id, 0.0) if is_flush else Updated(n_event, message_id, 0.0)
         self.events.append(event)
         return [event]
 
