@@ -8,6 +8,7 @@ Shapes: B batch, T tokens of this call, N tokens in the cache, S encoder positio
 W width, V vocabulary.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -98,6 +99,20 @@ class Encoder(nn.Module):
         return normed
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SilentTail:
+    """What the decoder sees of the silence that fills a window up to 30 s: every ``stride``-th position of it.
+
+    The decoder was trained on filled windows only. Over a shorter one it loops or goes on after the last word, since
+    the silence is where its heads rest; the encoder does not miss it. So the silence is encoded once, and its keys and
+    values stand behind every short window, each for ``stride`` positions (benchmarks/results/whisper_padding.md).
+    """
+
+    keys: list[Tensor]  # per layer [1, H, n_audio_positions / stride, D]
+    values: list[Tensor]  # per layer [1, H, n_audio_positions / stride, D]
+    stride: int
+
+
 @dataclass(slots=True, eq=False)
 class DecoderCache:
     """What the decoder remembers of one window. ``n_tokens`` may be set back to forget the last tokens."""
@@ -106,6 +121,7 @@ class DecoderCache:
     cross_values: list[Tensor]  # per layer [B, H, S, D]
     self_keys: list[Tensor]  # per layer [B, H, n_text_positions, D], valid up to n_tokens
     self_values: list[Tensor]  # per layer [B, H, n_text_positions, D], valid up to n_tokens
+    audio_bias: Tensor | None = None  # [S], added to the scores of the audio
     n_tokens: int = 0
     alignment_scores: list[Tensor] = field(default_factory=list)  # of the last call, per alignment head [B, T, S]
 
@@ -143,7 +159,9 @@ class DecoderLayer(nn.Module):
 
     def _attend_audio(self, x: Tensor, cache: DecoderCache) -> Tensor:
         queries, keys = self.encoder_attn.queries(x), cache.cross_keys[self.index]
-        scores = queries @ keys.transpose(-1, -2) * queries.shape[-1] ** -0.5  # [B, H, T, S]
+        scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-1, -2)  # [B, H, T, S]
+        if cache.audio_bias is not None:
+            scores = scores + cache.audio_bias
         cache.alignment_scores += [scores[:, head] for head in self.alignment_heads]
         return self.encoder_attn.output(scores.softmax(-1) @ cache.cross_values[self.index])
 
@@ -159,16 +177,35 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.n_decoder_layers))
         self.layer_norm = nn.LayerNorm(config.width)
 
-    def open_cache(self, audio: Tensor) -> DecoderCache:
-        """A cache without tokens for audio states [B, S, W]; the keys and values of the audio are computed here, once."""
+    def silent_tail(self, silence: Tensor, *, stride: int) -> SilentTail:
+        """The tail for audio states [1, n_audio_positions, W] of a silent window."""
+        thinned = silence[:, stride // 2 :: stride]
+        crossed = [layer.encoder_attn.keys_values(thinned) for layer in self.layers]
+        return SilentTail([keys for keys, _ in crossed], [values for _, values in crossed], stride)
+
+    def open_cache(self, audio: Tensor, tail: SilentTail | None = None) -> DecoderCache:
+        """A cache without tokens for audio states [B, S, W]; the keys and values of the audio are computed here, once.
+
+        With ``tail`` (B = 1) the silence up to the full window follows the audio, also in the alignment scores.
+        """
         crossed = [layer.encoder_attn.keys_values(audio) for layer in self.layers]
-        batch, n_heads, _, head_size = crossed[0][0].shape
+        batch, n_heads, n_positions, head_size = crossed[0][0].shape
+        audio_bias = None
+        if tail is not None:
+            first = -(-n_positions // tail.stride)
+            crossed = [
+                (torch.cat([keys, tail_keys[:, :, first:]], dim=2), torch.cat([values, tail_values[:, :, first:]], dim=2))
+                for (keys, values), tail_keys, tail_values in zip(crossed, tail.keys, tail.values, strict=True)
+            ]
+            audio_bias = audio.new_zeros(crossed[0][0].shape[2])
+            audio_bias[n_positions:] = math.log(tail.stride)
         room = (batch, n_heads, self.n_positions, head_size)
         return DecoderCache(
             cross_keys=[keys.contiguous() for keys, _ in crossed],
             cross_values=[values.contiguous() for _, values in crossed],
             self_keys=[audio.new_empty(room) for _ in self.layers],
             self_values=[audio.new_empty(room) for _ in self.layers],
+            audio_bias=audio_bias,
         )
 
     def forward(self, tokens: Tensor, cache: DecoderCache) -> Tensor:

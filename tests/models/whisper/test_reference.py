@@ -9,8 +9,8 @@ from models.whisper.config import WhisperConfig
 from models.whisper.reference import Whisper
 
 CONFIGS = {
-    "deep": WhisperConfig(80, 96, 64, 1, 256, 3, 2, 60, 32, ((0, 0), (1, 0)), (), ()),
-    "wide": WhisperConfig(128, 200, 192, 3, 320, 1, 3, 40, 24, ((1, 2), (2, 0), (2, 1)), (), ()),
+    "deep": WhisperConfig(80, 96, 64, 1, 256, 3, 2, 60, 32, ((0, 0), (1, 0))),
+    "wide": WhisperConfig(128, 200, 192, 3, 320, 1, 3, 40, 24, ((1, 2), (2, 0), (2, 1))),
 }
 # float32 sums of a few hundred products in another order: about 1e-6 relative, through some ten layers.
 TOLERANCE = 2e-5
@@ -106,6 +106,29 @@ def test_a_short_window_is_the_encoder_over_a_prefix_of_the_positions(models) ->
     torch.testing.assert_close(ours.encoder(short), encoder(short)[0], atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@torch.inference_mode()
+def test_a_tail_of_every_position_is_the_silence_itself(models) -> None:
+    _, ours = models
+    audio = torch.randn(1, ours.config.n_audio_positions, ours.config.width)
+    tokens = torch.randint(ours.config.n_vocab, (1, 5))
+    n_spoken = 16
+    whole = ours.decoder(tokens, ours.decoder.open_cache(audio))
+    tail = ours.decoder.silent_tail(audio, stride=1)
+    cache = ours.decoder.open_cache(audio[:, :n_spoken], tail)
+    torch.testing.assert_close(ours.decoder(tokens, cache), whole, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@torch.inference_mode()
+def test_one_position_of_constant_silence_weighs_as_much_as_those_it_stands_for(models) -> None:
+    _, ours = models
+    audio = torch.randn(1, ours.config.n_audio_positions, ours.config.width)
+    tokens = torch.randint(ours.config.n_vocab, (1, 5))
+    audio[:, 16:] = audio[:, 16:17]
+    whole = ours.decoder(tokens, ours.decoder.open_cache(audio))
+    cache = ours.decoder.open_cache(audio[:, :16], ours.decoder.silent_tail(audio, stride=4))
+    torch.testing.assert_close(ours.decoder(tokens, cache), whole, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def test_a_window_longer_than_the_positions_is_refused() -> None:
     model = Whisper(CONFIGS["deep"])
     with pytest.raises(ValueError, match="even number of mel frames up to 120"):
@@ -123,4 +146,4 @@ def test_more_tokens_than_the_decoder_has_positions_are_refused() -> None:
 def test_weights_of_another_size_are_refused(models) -> None:
     theirs, _ = models
     with pytest.raises(WeightsError):
-        Whisper(WhisperConfig(80, 96, 128, 2, 256, 3, 2, 60, 32, (), (), ())).load(theirs.state_dict())
+        Whisper(WhisperConfig(80, 96, 128, 2, 256, 3, 2, 60, 32, ())).load(theirs.state_dict())

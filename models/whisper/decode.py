@@ -1,0 +1,256 @@
+"""How Whisper's logits become tokens: the rules, greedy and sampled decoding, verified drafts, and quality control.
+
+The rules are pure functions on logits (definitions of openai-whisper 20250625, ``decoding.py`` and ``transcribe.py``);
+``decode`` drives one window through the decoder and keeps the alignment heads' scores on the way. Knows token ids.
+Does not know text, audio or streams.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vad.audio import SAMPLE_RATE_HZ
+
+from .config import SpecialTokens
+from .reference import DecoderCache, Whisper
+
+MAX_INITIAL_TIMESTAMP_INDEX = 50  # 1.0 s: a window's first words do not begin later
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+MAX_COMPRESSION_RATIO = 2.4  # above: the text repeats itself
+MIN_MEAN_LOGPROB = -1.0  # below: the model guesses
+MAX_NO_SPEECH_PROBABILITY = 0.6  # above, and guessing too: the window is silent
+MAX_SAMPLED_TOKENS = 224  # half of the decoder's positions; the other half is for the prompt
+MAX_PROMPT_TOKENS = 223
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rules:
+    """What may be written. ``suppressed`` is added to logits: 0 or minus infinity."""
+
+    special: SpecialTokens
+    suppressed: Tensor  # [n_vocab] float32
+    suppressed_first: tuple[int, ...]
+    with_timestamps: bool
+
+    @staticmethod
+    def of(
+        special: SpecialTokens, n_vocab: int, *, non_speech: Sequence[int], space: int, with_timestamps: bool
+    ) -> "Rules":
+        """The rules of a vocabulary: ``non_speech`` are its tokens of symbols nobody speaks, ``space`` that of " "."""
+        suppressed = torch.zeros(n_vocab)
+        suppressed[[*non_speech, *special.control]] = -torch.inf
+        if not with_timestamps:
+            suppressed[special.timestamp_begin :] = -torch.inf
+        return Rules(special, suppressed, (space, special.end_of_text), with_timestamps)
+
+
+def mask_logits(logits: Tensor, written: Sequence[int], rules: Rules) -> Tensor:
+    """``logits`` [V] with minus infinity where a token may not follow ``written`` (tokens behind the task, no prompt)."""
+    masked = logits + rules.suppressed
+    if not written:
+        masked[list(rules.suppressed_first)] = -torch.inf
+    return _mask_timestamps(masked, written, rules.special) if rules.with_timestamps else masked
+
+
+def _mask_timestamps(masked: Tensor, written: Sequence[int], special: SpecialTokens) -> Tensor:
+    """Timestamps come in pairs around text, never go back, and win when they outweigh every text token together."""
+    begin = special.timestamp_begin
+    if not written:
+        masked[:begin] = -torch.inf
+        masked[begin + MAX_INITIAL_TIMESTAMP_INDEX + 1 :] = -torch.inf
+        return masked
+    ends_in_timestamp = written[-1] >= begin
+    is_paired = len(written) < 2 or written[-2] >= begin
+    if ends_in_timestamp and is_paired:
+        masked[begin:] = -torch.inf  # a segment is open: text
+    elif ends_in_timestamp:
+        masked[: special.end_of_text] = -torch.inf  # a segment was closed: the next one's start, or the end
+    last = next((token for token in reversed(written) if token >= begin), None)
+    if last is not None:
+        closes_segment = ends_in_timestamp and not is_paired
+        masked[begin : last if closes_segment else last + 1] = -torch.inf
+    if masked[begin:].logsumexp(0) > masked[:begin].max():
+        masked[:begin] = -torch.inf
+    return masked
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one window's decoder is given. ``head`` ends with the task tokens; ``prefix`` is taken as already written.
+
+    ``draft`` is a guess of what follows the prefix. It changes the speed, never the outcome.
+    """
+
+    head: tuple[int, ...]  # [start of previous, prompt…,] start of transcript [, language, task] [, no timestamps]
+    start_index: int  # of "start of transcript" in the head
+    prefix: tuple[int, ...]
+    draft: tuple[int, ...]
+    max_tokens: int  # sampled behind the prefix
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoded:
+    """What the decoder wrote for one window, the prefix excluded.
+
+    ``alignment_scores`` are cross-attention scores before the softmax; row ``n_head_rows + i`` belongs to the position
+    that predicts token ``i`` behind the task tokens, prefix included, so that there is one row more than tokens.
+    """
+
+    tokens: tuple[int, ...]  # without the end of text
+    logprobs: tuple[float, ...]  # of each token
+    mean_logprob: float  # the end of text counts as a token
+    no_speech_probability: float
+    temperature: float
+    has_ended: bool  # false: cut off at max_tokens
+    alignment_scores: Tensor  # [n_alignment_heads, n_rows, S]
+    n_head_rows: int
+    n_verified: int  # draft tokens that held
+
+
+def decode(model: Whisper, cache: DecoderCache, request: Request, rules: Rules, *, temperature: float = 0.0) -> Decoded:
+    """Write one window's tokens until the end of text or ``max_tokens``.
+
+    At temperature 0 each token is the likeliest one. The draft's tokens are put through the decoder in one pass; those
+    that the model would have written itself are kept, and at the first other one the model's own replaces it. So the
+    outcome is that of an empty draft. Above 0 tokens are drawn from a generator seeded by the temperature, the draft is
+    not used, and two runs give the same. The cache must belong to the window; tokens in it are forgotten.
+    """
+    special, end = rules.special, rules.special.end_of_text
+    generator = torch.Generator(device=rules.suppressed.device).manual_seed(round(1000 * temperature))
+    max_tokens = min(request.max_tokens, model.config.n_text_positions - len(request.head) - len(request.prefix))
+    start = (*request.head, *request.prefix)
+    draft = list(request.draft[: max_tokens - 1]) if temperature == 0 else []
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    scores: list[Tensor] = []
+
+    cache.n_tokens = 0
+    hidden = _advance(model, cache, [*start, *draft])
+    no_speech = model.logits(hidden[request.start_index :][:1])[0].softmax(0)[special.no_speech].item()
+    scores.append(_scores(cache, slice(request.start_index, len(start) - 1)))
+    hidden = hidden[len(start) - 1 :]
+    first_row = len(start) - 1  # of this pass, the row that predicts the next token
+    n_verified, has_ended = 0, False
+    while True:
+        picks = _pick(model.logits(hidden), [*request.prefix, *tokens], draft, rules, temperature, generator)
+        n_taken = 0
+        for token, logprob in picks:
+            n_taken += 1
+            logprobs.append(logprob)
+            if token == end:
+                has_ended = True
+                break
+            tokens.append(token)
+            if n_taken > len(draft) or token != draft[n_taken - 1]:
+                break
+            n_verified += 1
+        scores.append(_scores(cache, slice(first_row, first_row + n_taken)))
+        if has_ended or len(tokens) >= max_tokens:
+            break
+        cache.n_tokens = len(start) + len(tokens) - 1
+        draft = _resume(draft, n_taken, tokens[-1], max_tokens - len(tokens)) if draft else []
+        hidden = _advance(model, cache, [tokens[-1], *draft])
+        first_row = 0
+    return Decoded(
+        tokens=tuple(tokens),
+        logprobs=tuple(logprobs[: len(tokens)]),
+        mean_logprob=sum(logprobs) / (len(tokens) + 1),
+        no_speech_probability=no_speech,
+        temperature=temperature,
+        has_ended=has_ended,
+        alignment_scores=torch.cat(scores, dim=1),
+        n_head_rows=len(request.head) - 1 - request.start_index,
+        n_verified=n_verified,
+    )
+
+
+def _advance(model: Whisper, cache: DecoderCache, tokens: Sequence[int]) -> Tensor:
+    """Hidden states [n_tokens, W] of one window's next tokens."""
+    hidden: Tensor = model.decoder(torch.tensor([tokens], device=cache.self_keys[0].device), cache)
+    return hidden[0]
+
+
+def _scores(cache: DecoderCache, rows: slice) -> Tensor:
+    """[n_alignment_heads, n_rows, S] of the last pass."""
+    return torch.stack([scores[0, rows] for scores in cache.alignment_scores]).float()
+
+
+def _pick(
+    logits: Tensor,  # [n_rows, V]; row i follows the first i tokens of the draft
+    written: Sequence[int],
+    draft: Sequence[int],
+    rules: Rules,
+    temperature: float,
+    generator: torch.Generator,
+) -> Iterator[tuple[int, float]]:
+    """The token for each row and its log-probability, computed as far as the caller asks."""
+    for index, row in enumerate(logits):
+        masked = mask_logits(row, [*written, *draft[:index]], rules)
+        if temperature == 0:
+            token = int(masked.argmax())
+        else:
+            token = int(torch.multinomial((masked / temperature).softmax(0), 1, generator=generator))
+        yield token, float(masked[token] - masked.logsumexp(0))
+
+
+def _resume(draft: Sequence[int], n_taken: int, token: int, room: int) -> list[int]:
+    """What is left to try of a draft whose token ``n_taken - 1`` was replaced by ``token``.
+
+    If the model's token comes soon in the draft, words were dropped and the rest follows it; else one token stands for
+    one other.
+    """
+    rest = list(draft[n_taken:])
+    near = rest[:_DRAFT_SKIP_TOKENS]
+    if token in near:
+        rest = rest[near.index(token) + 1 :]
+    return rest[: max(room - 1, 0)]
+
+
+_DRAFT_SKIP_TOKENS = 3
+
+
+def max_sampled_tokens(n_samples: int) -> int:
+    """How many tokens the audio can hold: a guard against loops, not a limit that speech should meet."""
+    return min(MAX_SAMPLED_TOKENS, _TOKENS_TO_BEGIN + n_samples * _MAX_TOKENS_PER_S // SAMPLE_RATE_HZ)
+
+
+_TOKENS_TO_BEGIN = 12  # a timestamp, a short answer and its punctuation in very little audio
+_MAX_TOKENS_PER_S = 12
+
+
+def language_probabilities(model: Whisper, cache: DecoderCache, special: SpecialTokens) -> Tensor:
+    """[n_languages], in the order of ``special.languages``: the decoder's first step, everything else masked."""
+    cache.n_tokens = 0
+    logits = model.logits(_advance(model, cache, [special.start_of_transcript]))[0]
+    return logits[list(special.languages)].softmax(0)
+
+
+def compression_ratio(text: str) -> float:
+    """Bytes of the text for each byte of its zlib compression; repeated text has a high one."""
+    encoded = text.encode()
+    return len(encoded) / len(zlib.compress(encoded))
+
+
+def is_silent(decoded: Decoded) -> bool:
+    """The model hears no speech, and is not sure of what it wrote either."""
+    return decoded.no_speech_probability > MAX_NO_SPEECH_PROBABILITY and decoded.mean_logprob < MIN_MEAN_LOGPROB
+
+
+def is_acceptable(decoded: Decoded, text: str) -> bool:
+    """Whether no higher temperature needs to be tried: neither repeated nor guessed, or silence."""
+    if is_silent(decoded):
+        return True
+    repeats = not decoded.has_ended or compression_ratio(text) > MAX_COMPRESSION_RATIO
+    return not repeats and decoded.mean_logprob >= MIN_MEAN_LOGPROB
+
+
+def with_fallback(decode_at: Callable[[float], Decoded], text_of: Callable[[Sequence[int]], str]) -> Decoded:
+    """The first acceptable decoding over rising temperatures; the last one if none is."""
+    for temperature in TEMPERATURES:
+        decoded = decode_at(temperature)
+        if is_acceptable(decoded, text_of(decoded.tokens)):
+            break
+    return decoded

@@ -1,0 +1,70 @@
+"""When each token was said, read from the cross-attention scores that decoding left behind.
+
+The alignment heads of a decoder look at the audio of the token that they are about to write; dynamic time warping makes
+one monotonic path of that (method of openai-whisper's ``timing.py``, here without a second pass over the text). Knows
+scores, rows and encoder frames of 20 ms. Does not know tokens, words or samples.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+MEDIAN_WIDTH_FRAMES = 7
+
+
+def token_starts(scores: NDArray[np.float32], n_head_rows: int, n_frames: int) -> NDArray[np.int64]:
+    """First frame of each row behind the head, [n_rows - n_head_rows], from scores [n_heads, n_rows, >= n_frames].
+
+    Row ``n_head_rows + i`` is the position that predicts token ``i``; the row behind the last token is its end.
+    """
+    weights = softmax(scores[:, :, :n_frames])
+    standardised = (weights - weights.mean(axis=1, keepdims=True)) / (weights.std(axis=1, keepdims=True) + 1e-9)
+    smooth = median_filter(standardised, MEDIAN_WIDTH_FRAMES)
+    return warp(-smooth.mean(axis=0)[n_head_rows:])
+
+
+def softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Over the last axis."""
+    powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    normalised: NDArray[np.float32] = powers / powers.sum(axis=-1, keepdims=True)
+    return normalised
+
+
+def median_filter(values: NDArray[np.float32], width: int) -> NDArray[np.float32]:
+    """Median over ``width`` neighbours (odd) of the last axis, mirrored at its ends; unchanged if it is too short."""
+    reach = width // 2
+    if values.shape[-1] <= reach:
+        return values
+    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(reach, reach)], mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, width, axis=-1)
+    middle: NDArray[np.float32] = np.partition(windows, reach, axis=-1)[..., reach]
+    return middle
+
+
+def warp(cost: NDArray[np.float32]) -> NDArray[np.int64]:
+    """First column of each row on the cheapest path through ``cost`` [n_rows, n_columns].
+
+    The path runs from the first to the last corner and steps right, down or both; every cell on it is paid. One pass a
+    row: with C the running sum of a row's cost, the cheapest way to reach column j having entered the row at k <= j is
+    ``entry[k] - C[k - 1] + C[j]``, whose minimum over k is a running minimum.
+    """
+    n_rows, n_columns = cost.shape
+    entered = np.zeros((n_rows, n_columns), np.int64)  # for each cell the column at which the path came into its row
+    best = np.cumsum(cost[0], dtype=np.float64)
+    columns = np.arange(n_columns)
+    for row in range(1, n_rows):
+        entry = best.copy()
+        np.minimum(entry[1:], best[:-1], out=entry[1:])
+        sums = np.cumsum(cost[row], dtype=np.float64)
+        relative = entry - (sums - cost[row])
+        lowest = np.minimum.accumulate(relative)
+        entered[row] = np.maximum.accumulate(np.where(relative == lowest, columns, 0))
+        best_below, best = best, lowest + sums
+        came_diagonally = np.zeros(n_columns, bool)
+        came_diagonally[1:] = best_below[:-1] <= best_below[1:]
+        entered[row] = entered[row] * 2 + came_diagonally[entered[row]]  # the lowest bit tells the step into the row
+    starts = np.zeros(n_rows, np.int64)
+    column = n_columns - 1
+    for row in range(n_rows - 1, 0, -1):
+        starts[row], came_diagonally_here = divmod(int(entered[row, column]), 2)
+        column = int(starts[row]) - came_diagonally_here
+    return starts

@@ -1,0 +1,57 @@
+"""The time warp against the plain recurrence, the filter against numpy's median, and times from made-up attention."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from numpy.typing import NDArray
+
+from models.whisper import timing
+
+
+def plain_cost(cost: NDArray[np.float32]) -> float:
+    """Cost of the cheapest path, by the textbook recurrence."""
+    n_rows, n_columns = cost.shape
+    total = np.full((n_rows + 1, n_columns + 1), np.inf)
+    total[0, 0] = 0
+    for row in range(n_rows):
+        for column in range(n_columns):
+            before = min(total[row, column], total[row, column + 1], total[row + 1, column])
+            total[row + 1, column + 1] = cost[row, column] + before
+    return float(total[-1, -1])
+
+
+def path_cost(cost: NDArray[np.float32], starts: NDArray[np.int64]) -> float:
+    """Cost of the path with these starts: each row runs to just before the next start, or to it if that is cheaper."""
+    total = 0.0
+    ends = [*starts[1:], cost.shape[1] - 1]
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        is_last = row == len(starts) - 1
+        whole = cost[row, start : end + 1].sum()
+        total += whole if is_last or start == end else min(whole, cost[row, start:end].sum())
+    return total
+
+
+matrices = st.tuples(st.integers(1, 8), st.integers(1, 12)).flatmap(
+    lambda shape: arrays.arrays(np.float32, shape, elements=st.integers(-8, 8).map(float))
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(matrices)
+def test_the_warp_finds_a_path_as_cheap_as_the_textbooks(cost: NDArray[np.float32]) -> None:
+    starts = timing.warp(cost)
+    assert starts[0] == 0
+    assert (np.diff(starts) >= 0).all()
+    assert path_cost(cost, starts) == plain_cost(cost)
+
+
+@given(arrays.arrays(np.float32, (2, 9), elements=st.floats(-4, 4, width=16)), st.sampled_from([1, 3, 5, 7]))
+def test_the_median_filter_is_numpys_median_of_mirrored_neighbours(values: NDArray[np.float32], width: int) -> None:
+    padded = np.pad(values, [(0, 0), (width // 2, width // 2)], mode="reflect")
+    expected = [[np.median(row[i : i + width]) for i in range(9)] for row in padded]
+    np.testing.assert_array_equal(timing.median_filter(values, width), np.array(expected, np.float32))
+
+
+def test_a_row_shorter_than_the_filter_stays_as_it_is() -> None:
+    np.testing.assert_array_equal(timing.median_filter(np.ones((1, 3), np.float32), 7), np.ones((1, 3), np.float32))
