@@ -72,7 +72,7 @@ CODECS: dict[str, Codec] = {JSON_SUBPROTOCOL: JsonCodec(), MSGPACK_SUBPROTOCOL: 
 
 
 def choose_subprotocol(offered: list[str]) -> str | None:
-    """The sub-protocol to speak: the first offered one that is known; JSON if none is offered; ``None`` if none is known."""
+    """The first offered sub-protocol that is known; JSON if none is offered; ``None`` if none is known."""
     if not offered:
         return JSON_SUBPROTOCOL
     return next((name for name in offered if name in CODECS), None)

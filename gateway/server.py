@@ -251,7 +251,7 @@ class Server:
         """Give a session one input and carry out what follows. A fault in it ends this session and no other."""
         try:
             self._apply(seat, call(self._now_s()))
-        except Exception:
+        except Exception:  # noqa: BLE001  # the outermost shell of a session: it ends, the others go on
             self._fail(seat)
 
     def _fail(self, seat: Seat) -> None:
@@ -321,7 +321,7 @@ class Server:
             warnings = await self._worker.open(
                 (seat.session.session_id, effect.stream_id), effect.model, effect.options
             )
-        except Exception:
+        except Exception:  # noqa: BLE001  # an engine may raise anything; the session can't go on without its stream
             self._fail(seat)
             return
         self._feed(seat, lambda now_s: seat.session.opened(("vocabulary_truncated", warning) for warning in warnings))
@@ -385,7 +385,7 @@ class Server:
                 continue
             try:
                 results = await self._worker.score([work for _, work in due])
-            except Exception:
+            except Exception:  # noqa: BLE001  # a detector may raise anything; sessions without it can't go on
                 for seat, _ in due:
                     self._fail(seat)
                 continue

@@ -63,7 +63,7 @@ from vad.framer import Framer, padded
 from vad.gate import Gate, GateSettings
 
 HELLO_TIMEOUT_S = 10.0
-STALL_S = 1.0  # no audio for so long ends the speech in progress
+STALL_S = 1.0  # no audio for so long, beyond what the last packet held, ends the speech in progress
 MAX_RETAINED_S = 60.0  # audio held while decoding is behind; beyond it the socket is not read
 ACK_INTERVAL_SAMPLES = samples_from_ms(250)
 SUSPECT_AFTER_SAMPLES = samples_from_ms(2_000)
@@ -152,13 +152,14 @@ class Session:
         gate: GateSettings,
         now_s: float,
     ) -> None:
-        """``models``: the served ones, the default first. ``config`` and ``gate`` hold where a hello says nothing else."""
+        """``models``: the default first. ``config`` and ``gate`` hold where a hello says nothing else."""
         self.session_id = session_id
         self.state = State.GREETING
         self._models = models
         self._config = config
         self._began_s = now_s
         self._last_audio_s = now_s
+        self._last_packet_s = 0.0
         self._lost_s: float | None = None
         # events
         self._n_events = 0
@@ -246,7 +247,7 @@ class Session:
             and now_s >= self._lost_s + self._config.resume_window_s
         ):
             return self._drain(EndReason.END, now_s)
-        if self._may_stall and now_s >= self._last_audio_s + STALL_S:
+        if self._may_stall and now_s >= self._stall_s:
             self._last_audio_s = now_s
             return self._put_barrier(_Barrier(0, EndReason.STALL), now_s)
         return []
@@ -260,11 +261,11 @@ class Session:
         if self.state is State.OPEN and self._lost_s is not None:
             times.append(self._lost_s + self._config.resume_window_s)
         if self._may_stall:
-            times.append(self._last_audio_s + STALL_S)
+            times.append(self._stall_s)
         return min(times, default=None)
 
     def is_forgettable(self, now_s: float) -> bool:
-        """Whether nobody can want this session any more. One that ended while its client was away can still be resumed."""
+        """Whether nobody can want this session any more; one that ended while its client was away can be resumed."""
         return self.state is State.CLOSED and (
             self._lost_s is None or now_s >= self._lost_s + self._config.resume_window_s
         )
@@ -286,7 +287,7 @@ class Session:
     # ------------------------------------------------------------------ work for the detector
 
     def windows_to_score(self) -> tuple[DetectorState, NDArray[np.float32]] | None:
-        """The windows due [n, WINDOW_SAMPLES] and the state to score them from; answer with ``scored`` before asking again."""
+        """The windows due [n, WINDOW_SAMPLES] and the state to score them from; answer with ``scored``."""
         if self._n_scoring:
             return None
         run = itertools.takewhile(
@@ -432,6 +433,7 @@ class Session:
         assert self._ingest is not None
         self._last_audio_s = now_s
         result = self._ingest.push(data)
+        self._last_packet_s = seconds(len(result.samples))
         effects: list[Effect] = []
         if result.n_non_finite:
             effects += self._warn_once("non_finite_samples", "NaN or infinite samples were taken as silence")
@@ -486,7 +488,7 @@ class Session:
         return self._put_barrier(_Barrier(0, cause), now_s)
 
     def _put_barrier(self, barrier: _Barrier, now_s: float, *, drains: bool = True) -> list[Effect]:
-        """Order ``barrier`` behind the audio so far; ``drains``: get every sample of it out of the resampler and the framer."""
+        """Order ``barrier`` behind the audio so far; ``drains``: its last samples are scored first too."""
         assert self._ingest is not None
         effects: list[Effect] = []
         if drains:
@@ -566,6 +568,11 @@ class Session:
     def _may_stall(self) -> bool:
         """Whether speech is open that a silent client would leave hanging."""
         return self.state is State.OPEN and (self._gate.is_speech or self._gate.is_pending) and not self._is_behind
+
+    @property
+    def _stall_s(self) -> float:
+        """When the next packet is overdue: a client that sends whole seconds at a time is given that time as well."""
+        return self._last_audio_s + self._last_packet_s + STALL_S
 
     def _gated(self, events: list[vad_gate.GateEvent], reason: EndReason, now_s: float) -> list[Effect]:
         effects: list[Effect] = []

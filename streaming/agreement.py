@@ -35,7 +35,8 @@ def ends_before(words: Sequence[Word], horizon_sample: int) -> int:
     """Number of leading words that the model attended to entirely before ``horizon_sample``.
 
     A word whose attention ends near the edge of the audio may still change when more is heard. (AlignAtt, Papi et al.
-    2023, "AlignAtt: using attention-based audio-translation alignments as a guide for simultaneous speech translation".)
+    2023, "AlignAtt: using attention-based audio-translation alignments as a guide for simultaneous speech
+    translation".)
     Words without times never count.
     """
     n = 0

@@ -30,7 +30,7 @@ def _needs(capability: Capability) -> dict[str, Capability]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """A caller's choices for one stream. A field that differs from its default needs the capability it is tagged with."""
+    """A caller's choices for one stream. A field that is not left at its default needs the capability of its tag."""
 
     language: str | None = field(default=None, metadata=_needs(Capability.LANGUAGE_CHOICE))  # ISO 639-1; None: detect
     task: Task = field(default=Task.TRANSCRIBE, metadata=_needs(Capability.TRANSLATION))

@@ -18,7 +18,7 @@ class Pacing:
 
 
 def partial_is_due(heard_samples: int, decoded_samples: int, pacing: Pacing) -> bool:
-    """Whether a span of ``heard_samples``, of which the last decode saw ``decoded_samples``, deserves another partial."""
+    """Whether a span of ``heard_samples``, the last decode of which saw ``decoded_samples``, deserves another."""
     if decoded_samples == 0:
         return heard_samples >= pacing.first_partial_samples
     return heard_samples - decoded_samples >= pacing.partial_interval_samples

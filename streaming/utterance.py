@@ -190,7 +190,7 @@ class Utterance:
         return self._show(request, words)
 
     def failed(self) -> list[Segment]:
-        """The engine failed on the request under way. Final audio is given up (the caller tells the client), partials go on."""
+        """The engine failed on the request under way. What only a final would have heard is lost; tell the client."""
         request = self._take_pending()
         self._decoded_sample = request.span.end_sample
         if request.purpose is Purpose.CUT:
@@ -293,7 +293,7 @@ class Utterance:
 
 
 def _in_order(words: tuple[Word, ...]) -> tuple[Word, ...]:
-    """``words`` with times that never run backwards: a word decoded again may be heard a frame earlier than its neighbour."""
+    """``words`` with times that never run back: a word decoded again may be heard before the one settled before it."""
     ordered: list[Word] = []
     latest = 0
     for word in words:
