@@ -12,8 +12,8 @@ from ..errors import WeightsError
 
 HEAD_SIZE = 64  # of every published checkpoint; the number of heads follows from the width
 
-# Heads whose cross-attention follows the audio in time, as (decoder layer, head). Found by openai-whisper and published in
-# its ``_ALIGNMENT_HEADS``; keyed by (decoder layers, width, vocabulary), since neither the weights nor ``config.json`` have them.
+# Heads whose cross-attention follows the audio in time, as (decoder layer, head), by (decoder layers, width, vocabulary):
+# neither the weights nor ``config.json`` tell them. From openai-whisper's ``_ALIGNMENT_HEADS``.
 _ALIGNMENT_HEADS: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {
     (4, 384, 51864): ((1, 0), (2, 0), (2, 5), (3, 0), (3, 1), (3, 2), (3, 3), (3, 4)),
     (4, 384, 51865): ((2, 2), (3, 0), (3, 2), (3, 3), (3, 4), (3, 5)),
@@ -38,19 +38,6 @@ class SpecialTokens:
     no_timestamps: int
     timestamp_begin: int  # 0.00 s; each later token is 0.02 s more, up to 30.00 s
 
-    @property
-    def control(self) -> tuple[int, ...]:
-        """Tokens that only a prompt may hold."""
-        return (
-            self.start_of_transcript,
-            self.translate,
-            self.transcribe,
-            self.start_of_lm,
-            self.start_of_previous,
-            self.no_speech,
-            self.no_timestamps,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class WhisperConfig:
@@ -72,7 +59,7 @@ class WhisperConfig:
             raise ValueError(f"width {self.width} is not a multiple of {self.n_heads} heads")
         for layer, head in self.alignment_heads:
             if not (0 <= layer < self.n_decoder_layers and 0 <= head < self.n_heads):
-                raise ValueError(f"alignment head ({layer}, {head}) lies outside {self.n_decoder_layers} layers of {self.n_heads} heads")
+                raise ValueError(f"no head ({layer}, {head}) in {self.n_decoder_layers} layers of {self.n_heads}")
 
     @staticmethod
     def of(shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]) -> "WhisperConfig":
@@ -90,7 +77,9 @@ class WhisperConfig:
         width, n_mels, _ = shapes[_CONV]
         n_vocab = shapes[_TOKENS][0]
         n_decoder_layers = _n_layers(shapes, "model.decoder.layers.")
-        known_heads = _ALIGNMENT_HEADS.get((n_decoder_layers, width, n_vocab), _last_layers_half(n_decoder_layers, width // HEAD_SIZE))
+        known_heads = _ALIGNMENT_HEADS.get(
+            (n_decoder_layers, width, n_vocab), _last_layers_half(n_decoder_layers, width // HEAD_SIZE)
+        )
         heads = settings.get("alignment_heads") or known_heads
         return WhisperConfig(
             n_mels=n_mels,
@@ -120,4 +109,3 @@ def _n_layers(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
 def _last_layers_half(n_layers: int, n_heads: int) -> tuple[tuple[int, int], ...]:
     """All heads of the upper half of the layers: openai-whisper's choice where nobody measured."""
     return tuple((layer, head) for layer in range(n_layers // 2, n_layers) for head in range(n_heads))
-

@@ -45,8 +45,7 @@ class Bfloat16Linear(nn.Module):
 def pack(model: Whisper) -> None:
     """Swap the linears of ``model`` in place; it can't be trained or moved afterwards."""
     _swap(model.encoder, Bfloat16Linear)
-    _swap(model.decoder, Int8Linear)
-    model.proj_out = Int8Linear(model.proj_out)
+    _swap(model, Int8Linear)  # what is left: the decoder and the head
 
 
 def _swap(module: nn.Module, packed: type[Int8Linear] | type[Bfloat16Linear]) -> None:

@@ -7,7 +7,7 @@ Does not know text, audio or streams.
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,14 +41,15 @@ class Rules:
     ) -> "Rules":
         """The rules of a vocabulary: ``non_speech`` are its tokens of symbols nobody speaks, ``space`` that of " "."""
         suppressed = torch.zeros(n_vocab)
-        suppressed[[*non_speech, *special.control]] = -torch.inf
+        suppressed[list(non_speech)] = -torch.inf
+        suppressed[special.start_of_transcript : special.timestamp_begin] = -torch.inf  # languages, tasks, markers
         if not with_timestamps:
             suppressed[special.timestamp_begin :] = -torch.inf
         return Rules(special, suppressed, (space, special.end_of_text), with_timestamps)
 
 
 def mask_logits(logits: Tensor, written: Sequence[int], rules: Rules) -> Tensor:
-    """``logits`` [V] with minus infinity where a token may not follow ``written`` (tokens behind the task, no prompt)."""
+    """``logits`` [V] with minus infinity where a token may not follow ``written``, the tokens behind the task."""
     masked = logits + rules.suppressed
     if not written:
         masked[list(rules.suppressed_first)] = -torch.inf
@@ -89,6 +90,10 @@ class Request:
     prefix: tuple[int, ...]
     draft: tuple[int, ...]
     max_tokens: int  # sampled behind the prefix
+
+    def without_prompt(self) -> "Request":
+        """The same without the text before it, which may be what misleads the model."""
+        return replace(self, head=self.head[self.start_index :], start_index=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,3 +259,42 @@ def with_fallback(decode_at: Callable[[float], Decoded], text_of: Callable[[Sequ
         if is_acceptable(decoded, text_of(decoded.tokens)):
             break
     return decoded
+
+
+@dataclass(frozen=True, slots=True)
+class TimedTokens:
+    """Text tokens ``begin`` to ``end`` (half-open) between two timestamps, in encoder positions of the window."""
+
+    begin: int
+    end: int
+    start_position: int
+    end_position: int | None  # None: the model left the segment open
+
+
+def split_at_timestamps(tokens: Sequence[int], timestamp_begin: int) -> tuple[list[TimedTokens], int | None]:
+    """Segments of one window, and the position at which the next window begins (``None``: behind this one).
+
+    Text behind the last pair of timestamps is not whole; if there was a pair, it is left to the next window. A text
+    that ends with a single timestamp was written to the window's end.
+    """
+    is_time = [token >= timestamp_begin for token in tokens]
+    pairs = [index for index in range(1, len(tokens)) if is_time[index - 1] and is_time[index] and index > 1]
+    ends_whole = len(tokens) > 1 and is_time[-1] and not is_time[-2]
+    bounds = [0, *pairs, len(tokens)] if ends_whole or not pairs else [0, *pairs]
+    segments = [
+        _timed(tokens, begin, end, timestamp_begin)
+        for begin, end in zip(bounds, bounds[1:], strict=False)
+        if end > begin
+    ]
+    resume = tokens[pairs[-1] - 1] - timestamp_begin if pairs and not ends_whole else None
+    return segments, resume
+
+
+def _timed(tokens: Sequence[int], begin: int, end: int, timestamp_begin: int) -> TimedTokens:
+    opens, closes = tokens[begin] >= timestamp_begin, end - begin > 1 and tokens[end - 1] >= timestamp_begin
+    return TimedTokens(
+        begin=begin + opens,
+        end=end - closes,
+        start_position=tokens[begin] - timestamp_begin if opens else 0,
+        end_position=tokens[end - 1] - timestamp_begin if closes else None,
+    )

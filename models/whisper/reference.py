@@ -45,7 +45,7 @@ class Attention(nn.Module):
         return merged
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # [B, H, T, D]
+        return x.view(*x.shape[:2], self.n_heads, -1).transpose(1, 2)  # [B, H, T, D]
 
 
 class EncoderLayer(nn.Module):
@@ -89,7 +89,9 @@ class Encoder(nn.Module):
         """
         n_frames = mel.shape[-1]
         if n_frames % 2 or not 0 < n_frames <= 2 * self.n_positions:
-            raise ValueError(f"the encoder takes an even number of mel frames up to {2 * self.n_positions}, not {n_frames}")
+            raise ValueError(
+                f"the encoder takes an even number of mel frames up to {2 * self.n_positions}, not {n_frames}"
+            )
         x = functional.gelu(self.conv1(mel))
         x = functional.gelu(self.conv2(x)).transpose(1, 2)  # [B, S, W]
         x = x + self.embed_positions.weight[: x.shape[1]]
@@ -180,7 +182,7 @@ class Decoder(nn.Module):
     def silent_tail(self, silence: Tensor, *, stride: int) -> SilentTail:
         """The tail for audio states [1, n_audio_positions, W] of a silent window."""
         thinned = silence[:, stride // 2 :: stride]
-        crossed = [layer.encoder_attn.keys_values(thinned) for layer in self.layers]
+        crossed = self._cross_keys_values(thinned)
         return SilentTail([keys for keys, _ in crossed], [values for _, values in crossed], stride)
 
     def open_cache(self, audio: Tensor, tail: SilentTail | None = None) -> DecoderCache:
@@ -188,13 +190,16 @@ class Decoder(nn.Module):
 
         With ``tail`` (B = 1) the silence up to the full window follows the audio, also in the alignment scores.
         """
-        crossed = [layer.encoder_attn.keys_values(audio) for layer in self.layers]
+        crossed = self._cross_keys_values(audio)
         batch, n_heads, n_positions, head_size = crossed[0][0].shape
         audio_bias = None
         if tail is not None:
             first = -(-n_positions // tail.stride)
             crossed = [
-                (torch.cat([keys, tail_keys[:, :, first:]], dim=2), torch.cat([values, tail_values[:, :, first:]], dim=2))
+                (
+                    torch.cat([keys, tail_keys[:, :, first:]], dim=2),
+                    torch.cat([values, tail_values[:, :, first:]], dim=2),
+                )
                 for (keys, values), tail_keys, tail_values in zip(crossed, tail.keys, tail.values, strict=True)
             ]
             audio_bias = audio.new_zeros(crossed[0][0].shape[2])
@@ -207,6 +212,13 @@ class Decoder(nn.Module):
             self_values=[audio.new_empty(room) for _ in self.layers],
             audio_bias=audio_bias,
         )
+
+    def _cross_keys_values(self, audio: Tensor) -> list[tuple[Tensor, Tensor]]:
+        crossed = []
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)  # a ModuleList forgets what it holds
+            crossed.append(layer.encoder_attn.keys_values(audio))
+        return crossed
 
     def forward(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """Advance by ``tokens`` [B, T]: hidden states [B, T, W] after the last norm.
@@ -243,8 +255,9 @@ class Whisper(nn.Module):
         self.config = config
         self.encoder = Encoder(config)
         self.decoder = Decoder(config)
-        self.proj_out = nn.Linear(config.width, config.n_vocab, bias=False)
-        self.proj_out.weight = self.decoder.embed_tokens.weight
+        head = nn.Linear(config.width, config.n_vocab, bias=False)
+        head.weight = self.decoder.embed_tokens.weight
+        self.proj_out: nn.Module = head
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., W] → float32 logits [..., V]."""

@@ -1,4 +1,4 @@
-"""The network against transformers' ``WhisperForConditionalGeneration`` on random weights, and its cache against itself."""
+"""The network against transformers' ``WhisperForConditionalGeneration``, random weights, and its cache."""
 
 import pytest
 import torch
