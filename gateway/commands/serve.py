@@ -1,0 +1,49 @@
+"""`senseway serve`: load the models and serve until interrupted."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from gateway.commands.waiting import waiting
+from gateway.config import Config, as_toml, load
+
+HELP = "serve transcripts over a WebSocket, and a page with a microphone"
+
+_KEYS = {"host": "server.host", "port": "server.port", "model": "models", "threads": "n_threads"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare flags. None has a default here, so that a flag not given leaves the choice to environment and file."""
+    parser.formatter_class = argparse.HelpFormatter
+    defaults = Config()
+    parser.add_argument("--host", help=f"address to listen on ({defaults.server.host})")
+    parser.add_argument("--port", type=int, help=f"port to listen on ({defaults.server.port})")
+    parser.add_argument(
+        "--model",
+        action="append",
+        metavar="NAME",
+        help=f"a model to serve; repeatable, the first is the default ({defaults.models[0]})",
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of one decode (0: the engine's choice)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with these and more settings")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C."""
+    config = load(flags_of(arguments), path=arguments.config)
+    print(as_toml(config), end="", flush=True)
+    with waiting("loading speech detector and models"):
+        from gateway.app import run as serve_forever  # uvicorn, onnxruntime
+        from models.catalog import load_engine  # torch
+
+        engines = {name: load_engine(name, n_threads=config.n_threads or None) for name in config.models}
+    host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
+    print(f"\nhttp://{host}:{config.server.port} is the page; the stream is at /v1/stream", flush=True)
+    serve_forever(config, engines)
+    return 0
+
+
+def flags_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given as flags, by their keys."""
+    given = {name: getattr(arguments, name) for name in _KEYS}
+    return {_KEYS[name]: value for name, value in given.items() if value is not None}
