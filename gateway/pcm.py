@@ -112,14 +112,23 @@ def decode(data: bytes, audio_format: AudioFormat) -> Pcm:
     if len(data) % audio_format.frame_bytes:
         raise ValueError(f"{len(data)} bytes are no whole number of {audio_format.frame_bytes}-byte sample frames")
     samples = _ENCODINGS[audio_format.encoding].decode(data).reshape(-1, audio_format.n_channels)
-    if audio_format.channel is not None:
-        samples = samples[:, audio_format.channel, None]
-    n_non_finite = n_clipped = 0
     if audio_format.encoding == "f32le":
-        finite = np.isfinite(samples)
-        n_non_finite = finite.size - int(np.count_nonzero(finite))
-        samples = np.where(finite, samples, np.float32(0))
-        n_clipped = int(np.count_nonzero(np.abs(samples) > 1))
-        samples = np.clip(samples, -1, 1)
-    mono = samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1, dtype=np.float32)
-    return Pcm(np.ascontiguousarray(mono), n_non_finite, n_clipped)
+        return mended(samples, audio_format.channel)
+    return Pcm(_mono(samples, audio_format.channel), 0, 0)
+
+
+def mended(samples: NDArray[np.float32], channel: int | None) -> Pcm:
+    """Any floats [n_frames, n_channels] made finite, clipped to -1..1 and mono."""
+    if channel is not None:
+        samples = samples[:, channel, None]
+    finite = np.isfinite(samples)
+    samples = np.where(finite, samples, np.float32(0))
+    n_clipped = int(np.count_nonzero(np.abs(samples) > 1))
+    mono = _mono(np.clip(samples, -1, 1), None)
+    return Pcm(mono, finite.size - int(np.count_nonzero(finite)), n_clipped)
+
+
+def _mono(samples: NDArray[np.float32], channel: int | None) -> NDArray[np.float32]:
+    if channel is None and samples.shape[1] > 1:
+        samples = samples.mean(axis=1, dtype=np.float32, keepdims=True)
+    return np.ascontiguousarray(samples[:, channel or 0])

@@ -1,7 +1,7 @@
 """Does this audio look as if its bytes were read in a format that it is not in?
 
-Knows what misread audio has in common: a loud noise of even spectrum, samples at full scale, or one sound interleaved with
-another. Does not know the declared format, and can't tell a wrong sample rate: slow speech is speech.
+Knows what misread audio has in common: a loud noise of even spectrum, samples at full scale, or one sound interleaved
+with another. Does not know the declared format, and can't tell a wrong sample rate: slow speech is speech.
 
 The limits are measured on 330 recordings, each read rightly and in every wrong way; see benchmarks/results/ingest.md.
 """
