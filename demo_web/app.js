@@ -26,6 +26,7 @@ const LINK_WORDS = {
   reconnecting: "Connection lost. Reconnecting…",
 };
 
+const VERDICT_WORDS = { off: "Off", waiting: "Waiting", speech: "Speech", silence: "Silence" };
 const RECORD_WORDS = { idle: "Start", opening: "Cancel", running: "Stop", finishing: "Stop now" };
 
 const THEMES = ["system", "light", "dark"];
@@ -179,6 +180,7 @@ class Page {
     if (link.phase === "closed") this.#closed(run, link);
     if (link.phase === "live") this.#live(run);
     this.#showLink();
+    this.#showVerdict();
   }
 
   #live(run) {
@@ -270,6 +272,7 @@ class Page {
     byId("clock").textContent = shortTime(end_s);
     this.#watchForSilence(run, end_s - start_s, rms);
     this.#showProgress(run);
+    this.#showFigures(run);
   }
 
   #watchForSilence(run, duration_s, rms) {
@@ -310,9 +313,16 @@ class Page {
   }
 
   #showVerdict() {
-    const state = this.#run === null ? "off" : isSpeaking(this.#run.captions) ? "speech" : "silence";
+    const state = this.#verdict;
     byId("verdict").dataset.state = state;
-    byId("verdict").textContent = { off: "Off", speech: "Speech", silence: "Silence" }[state];
+    byId("verdict").textContent = VERDICT_WORDS[state];
+  }
+
+  /** What the server hears; nobody knows while the connection is away. */
+  get #verdict() {
+    if (this.#run === null) return "off";
+    if (this.#run.link !== "live") return "waiting";
+    return isSpeaking(this.#run.captions) ? "speech" : "silence";
   }
 
   #showFigures(run) {
@@ -329,7 +339,7 @@ class Page {
   }
 
   #underWay(run) {
-    return `${run.seconds(run.connection.heldSamples).toFixed(1)} s more under way`;
+    return `${run.seconds(run.connection.heldSamples).toFixed(1)} s more ${run.link === "live" ? "under way" : "kept here"}`;
   }
 
   #speed(run) {

@@ -1,4 +1,4 @@
-"""The microphone page's modules that need no browser, tested where they run: in JavaScript, by node's own test runner."""
+"""The microphone page's modules that need no browser, tested in their own language by node's test runner."""
 
 import shutil
 import subprocess

@@ -1,0 +1,278 @@
+"""The microphone page in a real browser against the real server: fake microphone in, captions and subtitles out."""
+
+import itertools
+import json
+import re
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import uvicorn
+from numpy.typing import NDArray
+
+from gateway.app import build_app, uvicorn_config
+from gateway.config import Config
+from models.catalog import load_engine
+from models.errors import ModelUnavailableError
+from models.scripted import ScriptedEngine, recite
+from models.store import TWO_CITIES_TEXT, recording
+from streaming.engine import SpeechEngine
+from streaming.transcript import Word
+from tests.e2e.devtools import Page, chromium, fake_microphone, open_page
+from vad.audio import SAMPLE_RATE_HZ, seconds
+from vad.detector import SpeechDetector
+from vad.energy import EnergyDetector
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(chromium() is None, reason="chromium is not installed"),
+]
+
+TEXT = " ".join(f"w{number}" for number in range(400))  # no word twice, so that any slip shows
+SCRIPT = recite(TEXT, confidence=0.9)
+
+FINAL_WORDS = "[...document.querySelectorAll('[data-state=final] .word')].map((word) => word.textContent.trim())"
+IS_PALER = """(() => {
+  const colour = (name) => {
+    const word = document.querySelector(`[data-state=partial] .${name}`);
+    return word && getComputedStyle(word).color;
+  };
+  return colour("committed") && colour("tentative") && colour("committed") !== colour("tentative");
+})()"""
+IS_IDLE = "document.body.dataset.phase === 'idle'"
+
+
+class _Server(uvicorn.Server):
+    """Says when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+
+@contextmanager
+def _served(engines: Mapping[str, SpeechEngine], detector: SpeechDetector | None = None) -> Iterator[str]:
+    """The address of a server that runs in a thread of its own."""
+    config = Config()
+    server = _Server(uvicorn_config(config, build_app(config, engines, detector)))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            assert server.is_up.wait(timeout=30)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+            thread.join(timeout=30)
+
+
+@pytest.fixture
+def reciting() -> Iterator[str]:
+    """A server whose model recites, and that takes any sound for speech."""
+    with _served({"scripted": ScriptedEngine(SCRIPT, flicker=0.5)}, EnergyDetector()) as url:
+        yield url
+
+
+def _sound(*durations_s: float) -> NDArray[np.float32]:  # [n_samples]
+    """Silence and voice by turns, silence first."""
+    rng = np.random.default_rng(1)
+    parts = [
+        (0.2 * is_voice * rng.standard_normal(round(duration_s * SAMPLE_RATE_HZ))).astype(np.float32)
+        for duration_s, is_voice in zip(durations_s, itertools.cycle([0.0, 1.0]), strict=False)
+    ]
+    return np.concatenate(parts)
+
+
+def _wav(folder: Path, *durations_s: float) -> Path:
+    path = folder / "sound.wav"
+    soundfile.write(path, _sound(*durations_s), SAMPLE_RATE_HZ)
+    return path
+
+
+@contextmanager
+def _page(url: str, folder: Path, flags: Sequence[str]) -> Iterator[Page]:
+    """The page with its models loaded; it must have complained of nothing in the end."""
+    with open_page(url, folder / "profile", flags) as page:
+        page.wait_for("document.querySelector('[name=model]').options.length > 0")
+        yield page
+        page.evaluate("0")  # brings in what the page still had to say
+        assert page.problems == []
+
+
+def _texts(page: Page, selector: str) -> list[str]:
+    texts: list[str] = page.evaluate(
+        f"[...document.querySelectorAll({json.dumps(selector)})].map((element) => element.textContent.trim())"
+    )
+    return texts
+
+
+def _screenshots(page: Page, folder: Path, name: str) -> None:
+    for scheme in ("light", "dark"):
+        page.colour_scheme(scheme)
+        page.screenshot(folder / f"{name}-{scheme}.png")
+
+
+def _is_run_of(words: Sequence[str], text: str) -> bool:
+    """Whether ``words`` stand in ``text`` one after the other."""
+    return len(words) > 0 and f" {' '.join(words)} " in f" {text} "
+
+
+def _download(page: Page, part: str, folder: Path) -> str:
+    """What a click on one of the transcript's buttons saves."""
+    page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder), eventsEnabled=True)
+    page.click(f"[data-part={part}]")
+    begun = page.wait_for_event("Browser.downloadWillBegin")
+    page.wait_for_event("Browser.downloadProgress", guid=begun["guid"], state="completed")
+    page.events.clear()
+    return (folder / begun["suggestedFilename"]).read_bytes().decode("utf-8")
+
+
+def _cues(subtitles: str) -> list[tuple[str, list[str]]]:
+    """The time line and the text lines of each cue."""
+    blocks = subtitles.replace("\r\n", "\n").removeprefix("WEBVTT\n\n").strip().split("\n\n")
+    return [(lines[1], lines[2:]) for lines in (block.split("\n") for block in blocks)]
+
+
+def _clock(time_s: float) -> str:
+    ms = round(time_s * 1000)
+    return f"{ms // 3_600_000:02}:{ms // 60_000 % 60:02}:{ms // 1000 % 60:02},{ms % 1000:03}"
+
+
+def _health(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}health", timeout=10) as response:
+        health: dict[str, Any] = json.load(response)
+    return health
+
+
+def test_microphone_becomes_captions_and_subtitles(reciting: str, tmp_path: Path) -> None:
+    microphone = fake_microphone(_wav(tmp_path, 0.8, 3.5, 1.2, 4.0, 60.0))
+    with _page(reciting, tmp_path, microphone) as page:
+        page.size(1280, 800)
+        assert page.text("#link") == "Ready"
+        _screenshots(page, tmp_path, "ready")
+
+        page.press("r", "KeyR")
+        page.wait_for("document.querySelector('#link').dataset.phase === 'live'")
+        page.wait_for(IS_PALER)
+        assert page.text("#verdict") == "Speech"
+        assert _texts(page, "#announcer p") == []
+
+        page.wait_for("document.querySelector('[data-state=final]')")
+        page.wait_for("document.querySelectorAll('[data-state=partial] .committed').length > 3")
+        _screenshots(page, tmp_path, "live")
+        page.size(390, 844, scale=2)
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        _screenshots(page, tmp_path, "phone")
+
+        page.press(" ", "Space")
+        page.wait_for(IS_IDLE)
+        assert page.text("#link") == "Ready"
+        assert _health(reciting)["sessions"] == 0
+
+        paragraphs = [text.split() for text in _texts(page, "[data-state=final] .words")]
+        assert len(paragraphs) == 2
+        assert all(_is_run_of(words, TEXT) and len(words) > 3 for words in paragraphs)
+        assert _texts(page, ".tentative") == ["Pale words may still change."]  # the legend's
+        assert _texts(page, "#announcer p") == [" ".join(words) for words in paragraphs]
+        assert re.fullmatch(
+            r"\d+\.\d\d–\d+\.\d\d s, 90 % sure", page.evaluate("document.querySelector('.segment .word').title")
+        )
+        assert all(re.fullmatch(r"\d+ ms", page.text(f"#{name}")) for name in ("shown", "settled", "final"))
+
+        words = {word.text.strip(): word for word in SCRIPT}
+        for part in ("srt", "vtt"):
+            cues = _cues(_download(page, part, tmp_path))
+            assert " ".join(" ".join(lines) for _, lines in cues) == " ".join(
+                word for words in paragraphs for word in words
+            )
+            for times, lines in cues:
+                assert len(lines) <= 2 and all(len(line) <= 42 for line in lines)
+                start = _clock(seconds(_start_of(words[lines[0].split()[0]])))
+                assert times.startswith(f"{start if part == 'srt' else start.replace(',', '.')} --> ")
+
+
+def _start_of(word: Word) -> int:
+    assert word.start_sample is not None
+    return word.start_sample
+
+
+def test_lost_connection_is_taken_up_without_losing_or_doubling_a_word(reciting: str, tmp_path: Path) -> None:
+    with _page(reciting, tmp_path, fake_microphone(_wav(tmp_path, 0.5, 6.0, 60.0))) as page:
+        page.click("#record")
+        page.wait_for("document.querySelectorAll('.segment .committed').length > 3")
+        for _ in range(2):  # the page gives its socket up, as when the network goes
+            page.evaluate("dispatchEvent(new Event('offline'))")
+            page.wait_for("document.querySelector('#link').dataset.phase === 'live'")
+        page.wait_for("document.querySelector('[data-state=final]')")
+        page.click("#record")
+        page.wait_for(IS_IDLE)
+        assert len(_texts(page, ".transcript")) == 1
+        words = page.evaluate(FINAL_WORDS)
+        assert len(words) > 12
+        assert _is_run_of(words, TEXT)
+
+
+def test_file_goes_as_fast_as_the_server_takes_it(reciting: str, tmp_path: Path) -> None:
+    path = _wav(tmp_path, *[1.0, 4.0] * 12, 1.0)
+    with _page(reciting, tmp_path, []) as page:
+        page.evaluate("document.querySelector('#speed').value = 'fast'")
+        page.choose_file("#file", path)
+        page.wait_for("document.querySelector('[data-state=final]')")
+        page.wait_for(IS_IDLE, timeout_s=60)
+        assert page.text("#acked") == "61.0 s"
+        assert _texts(page, "[data-part=name]") == [path.name]
+        paragraphs = [text.split() for text in _texts(page, "[data-state=final] .words")]
+        assert len(paragraphs) == 12
+        assert all(_is_run_of(words, TEXT) for words in paragraphs)
+
+
+def test_settings_that_the_model_lacks_are_disabled_with_a_reason(reciting: str, tmp_path: Path) -> None:
+    with _page(reciting, tmp_path, []) as page:
+        for name, reason in {
+            "vocabulary": "scripted can't be told which words to expect.",
+            "translate": "scripted does not translate.",
+            "language": "scripted knows one language.",
+        }.items():
+            assert page.evaluate(f"document.querySelector('[name={name}]').disabled")
+            assert page.text(f"[data-reason={name}]") == reason
+
+
+def test_refused_microphone_is_explained(reciting: str, tmp_path: Path) -> None:
+    flags = ["--use-fake-device-for-media-stream", "--deny-permission-prompts"]
+    with _page(reciting, tmp_path, flags) as page:
+        page.click("#record")
+        page.wait_for("document.querySelector('[role=alert]')")
+        assert "The microphone is blocked" in page.text("[role=alert]")
+        assert page.text("#record-label") == "Start"
+
+
+@pytest.mark.weights
+def test_real_model_captions_a_real_voice(tmp_path: Path) -> None:
+    try:
+        engine = load_engine("whisper-tiny.en", n_threads=2, fetch_missing=False)
+        voice = recording("two_cities", fetch_missing=False)
+    except ModelUnavailableError as error:
+        pytest.skip(f"needs a model and a recording that are fetched on first use: {error}")
+    with _served({"whisper-tiny.en": engine}) as url, _page(url, tmp_path, fake_microphone(voice)) as page:
+        page.size(1280, 800)
+        page.click("#record")
+        page.wait_for("document.querySelector('[data-state=partial] .tentative')", timeout_s=30)
+        page.wait_for("document.querySelectorAll('.segment .committed').length > 20", timeout_s=60)
+        _screenshots(page, tmp_path, "voice")
+        page.click("#record")
+        page.wait_for(IS_IDLE, timeout_s=30)
+        heard = [re.sub(r"\W", "", word.lower()) for word in page.evaluate(FINAL_WORDS)]
+        said = [re.sub(r"\W", "", word.lower()) for word in TWO_CITIES_TEXT.split()]
+        n_right = sum(one == other for one, other in zip(heard, said, strict=False))
+        assert n_right >= 0.8 * len(heard) > 16
