@@ -48,24 +48,24 @@ def open_source(name: str, *, raw: AudioFormat | None) -> AudioSource:
     if raw is not None:
         raise CommandError("--encoding is for standard input; a file says what it is")
     if name == "-":
-        return AudioSource(DECODED, _decoded(io.BytesIO(sys.stdin.buffer.read())), is_live=False)
+        return AudioSource(DECODED, _decoded(io.BytesIO(sys.stdin.buffer.read()), "standard input"), is_live=False)
     if not Path(name).is_file():
         raise CommandError(f"there is no file {name}; give an audio file, - for standard input, or mic")
-    return AudioSource(DECODED, _decoded(Path(name)), is_live=False)
+    return AudioSource(DECODED, _decoded(Path(name), name), is_live=False)
 
 
-async def _decoded(file: Path | BinaryIO) -> AsyncIterator[bytes]:
-    for block in _blocks(file):
+async def _decoded(file: Path | BinaryIO, name: str) -> AsyncIterator[bytes]:
+    for block in _blocks(file, name):
         yield as_s16le(block)
 
 
-def _blocks(file: Path | BinaryIO) -> Iterator["NDArray[np.float32]"]:
+def _blocks(file: Path | BinaryIO, name: str) -> Iterator["NDArray[np.float32]"]:
     from gateway.audio_file import AudioFileError, stream_audio  # numpy, soxr, soundfile
 
     try:
         yield from stream_audio(file, block_s=PACKET_S)
     except AudioFileError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(f"{name}: {error}") from error
 
 
 def as_s16le(samples: "NDArray[np.float32]") -> bytes:

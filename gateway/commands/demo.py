@@ -32,7 +32,6 @@ from gateway.commands.stream import paced, send_all
 from gateway.commands.waiting import waiting
 from gateway.commands.word_errors import WordErrors, compare, words_of
 from gateway.together import run_together
-from models.store import RECORDINGS, find_model, recording
 
 HELP = "stream a real recording through a real server and score the words"
 
@@ -53,21 +52,21 @@ class Arrival:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare flags."""
     parser.add_argument("--model", default="whisper-tiny.en", help="see: senseway models")
-    parser.add_argument("--recording", choices=tuple(RECORDINGS), default="two_cities", help="what to stream")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Fetch, serve, stream, score; 1 if too many words are wrong."""
-    with waiting(f"fetching {arguments.model} and {arguments.recording}"):
+    from models.store import TWO_CITIES_TEXT, find_model, recording  # torch
+
+    with waiting(f"fetching {arguments.model} and a recording"):
         find_model(arguments.model)
-        path = recording(arguments.recording)
+        path = recording("two_cities")
     with serving(arguments.model) as server:
         print(f"{path.name} through {arguments.model} at {server.url}, as if spoken now:\n", flush=True)
         cpu_before_s = server.cpu_s()
         arrivals, audio_s = asyncio.run(_stream(server.url, path))
         cpu_after_s = server.cpu_s()
-    reference = RECORDINGS[arguments.recording]
-    errors = compare(words_of(reference), words_of(transcript(arrivals)))
+    errors = compare(words_of(TWO_CITIES_TEXT), words_of(transcript(arrivals)))
     cpu_s = None if cpu_before_s is None or cpu_after_s is None else cpu_after_s - cpu_before_s
     print(f"\n{report(arrivals, errors, audio_s=audio_s, cpu_s=cpu_s)}")
     return int(errors.rate > MAX_ERROR_RATE)

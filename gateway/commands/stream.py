@@ -9,7 +9,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from gateway.client import DEFAULT_URL, AudioFormat, Hello, StreamClient, Wire, connect
 from gateway.client_session import BYTES_PER_SAMPLE
@@ -93,14 +93,20 @@ def hello_from(arguments: argparse.Namespace, audio: AudioFormat) -> Hello:
     )
 
 
-async def paced(source: AudioSource, speed: float) -> AsyncIterator[bytes]:
+async def paced(
+    source: AudioSource,
+    speed: float,
+    *,
+    now_s: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> AsyncIterator[bytes]:
     """The source's packets, each when its last sample would have been spoken at ``speed``; infinity never waits."""
-    began_s = time.monotonic()
+    began_s = now_s()
     n_bytes = 0
     async for packet in source.packets:
         n_bytes += len(packet)
         due_s = began_s + n_bytes / source.format.bytes_per_s / speed
-        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        await sleep(max(0.0, due_s - now_s()))
         yield packet
 
 

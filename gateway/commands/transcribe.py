@@ -166,9 +166,9 @@ def _read(path: Path, channel: int | None) -> NDArray[np.float32]:
     try:
         samples, info = read_audio(path, channel=channel)
     except AudioFileError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(f"{path}: {error}") from error
     if info.damage is not None:
-        print(f"senseway: {info.damage}; what comes before is transcribed", file=sys.stderr)
+        print(f"senseway: {path}: {info.damage}; what comes before is transcribed", file=sys.stderr)
     return samples
 
 

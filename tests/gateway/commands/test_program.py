@@ -1,0 +1,114 @@
+"""The command line as a whole: help, exit codes, and whose packages it runs with."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway import __main__ as entry
+from gateway.commands.program import COMMANDS, parser, run
+from gateway.commands.waiting import waiting
+from models import store
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parser().parse_args([command, "--help"])
+    assert end.value.code == 0
+    assert COMMANDS[command].HELP[1:20] in capsys.readouterr().out
+
+
+def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        run(["sing"])
+    assert end.value.code == 2
+    assert "sing" in capsys.readouterr().err
+
+
+def test_a_wrong_setting_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--port", "70000"]) == 2
+    assert "senseway: command line: port is 70000; it must lie in 0..65535" in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_exit_code_1_and_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["pull", "whisper-huge"]) == 1
+    assert "whisper-tiny.en" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_exit_code_130_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "find_model", interrupted)
+    assert run(["pull", "whisper-base"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_is_no_failure() -> None:
+    command = f"{sys.executable} -m gateway models | head -c 1"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], cwd=REPOSITORY, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom gateway.commands.program import run\n"
+        "try: run(['--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'onnxruntime', 'uvicorn'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_our_packages_lie_beside_each_other() -> None:
+    assert entry.misplaced_siblings() == []
+
+
+def test_a_package_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "streaming").mkdir()
+    (tmp_path / "streaming" / "__init__.py").write_text("")
+    program = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(REPOSITORY)!r}]\nfrom gateway.__main__ import main\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program + "sys.exit(main(['models']))"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"package streaming should lie at {REPOSITORY / 'streaming'}, but Python finds {tmp_path}" in done.stderr
+
+
+class Terminal:
+    """Remembers what was written."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        self.written = ""
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+    def write(self, text: str) -> None:
+        self.written += text
+
+    def flush(self) -> None: ...
+
+
+@pytest.mark.parametrize(("is_terminal", "expected"), [(True, "\r\x1b[2K"), (False, "")])
+def test_waiting_leaves_a_clean_line_on_a_terminal_and_nothing_elsewhere(is_terminal: bool, expected: str) -> None:
+    terminal = Terminal(is_terminal=is_terminal)
+    with waiting("working", out=terminal):  # type: ignore[arg-type]  # as much of a TextIO as is used
+        pass
+    assert terminal.written.endswith(expected)
+    assert bool(terminal.written) == is_terminal
