@@ -363,4 +363,9 @@ def test_the_client_needs_websockets_and_msgpack_only() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["gateway.client", "gateway.client_events", "gateway.client_session", "gateway.together"]
+    assert done.stdout.split() == [
+        "gateway.client",
+        "gateway.client_events",
+        "gateway.client_session",
+        "gateway.together",
+    ]
