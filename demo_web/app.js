@@ -33,8 +33,9 @@ const THEMES = ["system", "light", "dark"];
 
 const byId = (id) => document.getElementById(id);
 
-/** Calls back once the browser has painted what the page holds now; never, while the page is hidden. */
+/** Calls back once the browser has painted what the page holds now; never, while nobody can see it. */
 function afterPaint(action) {
+  if (document.hidden) return;
   requestAnimationFrame(() => {
     const channel = new MessageChannel();
     channel.port1.onmessage = () => action(performance.now());
@@ -197,6 +198,7 @@ class Page {
     // After a lost connection nothing else says that the speech is over.
     this.#apply(run, { type: "bye", audio_s: run.seconds(run.connection.endSample) });
     this.#showFigures(run);
+    this.#meter.reset();
     this.#run = null;
     this.#setPhase("idle");
   }
@@ -284,7 +286,7 @@ class Page {
 
   #sayMuted(run) {
     run.silent_s = -Infinity; // once is enough
-    const text = "The microphone gives no sound at all. It may be muted, by its own switch or in the system’s settings.";
+    const text = "The microphone gives no sound at all. It may be muted, by a switch or in the system’s settings.";
     this.#notices.show("muted", "warning", text);
   }
 
@@ -339,7 +341,9 @@ class Page {
   }
 
   #underWay(run) {
-    return `${run.seconds(run.connection.heldSamples).toFixed(1)} s more ${run.link === "live" ? "under way" : "kept here"}`;
+    if (run.link === "closed") return "by the server";
+    const where = run.link === "live" ? "under way" : "kept here";
+    return `${run.seconds(run.connection.heldSamples).toFixed(1)} s more ${where}`;
   }
 
   #speed(run) {

@@ -53,8 +53,8 @@ export function isFinal(segment) {
  * @returns {Segment[]}
  */
 export function settled(captions) {
-  const committed = captions.segments.map((segment) => ({ ...segment, words: segment.words.slice(0, segment.n_committed) }));
-  return committed.filter((segment) => segment.words.length > 0);
+  const committed = (segment) => ({ ...segment, words: segment.words.slice(0, segment.n_committed) });
+  return captions.segments.map(committed).filter((segment) => segment.words.length > 0);
 }
 
 /** The words of a segment as text; each word brings its own white space. */
@@ -80,7 +80,7 @@ function segmentOf(message) {
   };
 }
 
-/** Put a segment in its place. One older than what is known is dropped; a final without words takes back its partials. */
+/** Put a segment in its place. An outdated one is dropped; a final without words takes its partials back. */
 function withSegment(captions, segment) {
   const known = captions.segments.find((other) => other.segment_id === segment.segment_id);
   if (known && (isFinal(known) || (!isFinal(segment) && known.revision >= segment.revision))) return captions;

@@ -229,6 +229,7 @@ export class Connection {
     if (this.#isClosed || this.#session === null) return;
     this.#dropSocket();
     this.#n_tries = 0;
+    this.#tell({ phase: "reconnecting", error: null });
     this.#open();
   }
 

@@ -50,7 +50,7 @@ export class FileSource {
   /**
    * @param {Float32Array} samples mono, at `FILE_RATE_HZ`
    * @param {{isPaced: boolean, audible: File | null}} choice at playing speed or not; the file to play aloud
-   * @param {{onFrame: Function, onEnd: () => void, roomSamples: () => number}} listener room: samples that may be sent now
+   * @param {{onFrame: Function, onEnd: () => void, roomSamples: () => number}} listener room: samples that may go now
    */
   constructor(samples, { isPaced, audible }, listener) {
     this.#samples = samples;

@@ -82,9 +82,10 @@ export class Meter {
     const colours = this.#colours();
     const thickness_px = Math.min(12, height);
     const draw = (colour, part) => {
+      const length_px = Math.max(thickness_px, width * part);
       context.fillStyle = colour;
       context.beginPath();
-      context.roundRect(0, (height - thickness_px) / 2, Math.max(thickness_px, width * part), thickness_px, thickness_px / 2);
+      context.roundRect(0, (height - thickness_px) / 2, length_px, thickness_px, thickness_px / 2);
       context.fill();
     };
     draw(colours.track, 1);

@@ -8,7 +8,8 @@ import { languageName } from "./explain.js";
 /** What this page shows where a model offers it. */
 const PREFERRED = ["word_times", "confidence", "punctuation", "language_id"];
 
-const CHANGEABLE = ["language", "translate", "vocabulary", "hangover_ms", "partial_interval_ms"]; // while a session runs
+/** What may change while a session runs. */
+const CHANGEABLE = ["language", "translate", "vocabulary", "hangover_ms", "partial_interval_ms"];
 const RANGES = ["hangover_ms", "partial_interval_ms"];
 const PROCESSING = ["echoCancellation", "noiseSuppression", "autoGainControl"];
 
@@ -26,6 +27,13 @@ const CAPABILITY_NAMES = {
 /** Terms divided by commas or line ends; each once. */
 export function termsOf(text) {
   return [...new Set(text.split(/[,\n]/).map((term) => term.trim()))].filter((term) => term !== "");
+}
+
+function languageOptions(codes) {
+  if (codes.length === 1) return [new Option(`${languageName(codes[0])} only`, "")];
+  const named = codes.map((code) => new Option(languageName(code), code));
+  named.sort((one, other) => one.text.localeCompare(other.text));
+  return [new Option("Detect by itself", ""), ...named];
 }
 
 export class Settings {
@@ -110,15 +118,13 @@ export class Settings {
   }
 
   #showLanguages({ name, languages, capabilities }) {
+    const [isOnly, isChoice] = [languages.length === 1, capabilities.includes("language_choice")];
     const select = this.#control("language");
     const chosen = select.value;
-    const named = languages.map((code) => new Option(languageName(code), code));
-    named.sort((one, other) => one.text.localeCompare(other.text));
-    const detect = new Option(languages.length === 1 ? `${named[0].text} only` : "Detect by itself", "");
-    select.replaceChildren(detect, ...(languages.length === 1 ? [] : named));
-    if (languages.includes(chosen) && languages.length > 1) select.value = chosen;
-    if (languages.length === 1) this.#disable("language", `${name} knows one language.`);
-    else this.#disable("language", capabilities.includes("language_choice") ? "" : `${name} always detects the language.`);
+    select.replaceChildren(...languageOptions(languages));
+    if (!isOnly && languages.includes(chosen)) select.value = chosen;
+    this.#disable("language", isOnly || isChoice ? "" : `${name} always detects the language.`);
+    select.disabled = isOnly || !isChoice; // a sole choice says enough by itself
   }
 
   #showCapabilities({ capabilities }) {
