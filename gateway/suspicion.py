@@ -3,7 +3,7 @@
 Knows what misread audio has in common: a loud noise of even spectrum, samples at full scale, or one sound interleaved
 with another. Does not know the declared format, and can't tell a wrong sample rate: slow speech is speech.
 
-The limits are measured on 330 recordings, each read rightly and in every wrong way; see benchmarks/results/ingest.md.
+The limits are measured on 288 recordings, each read rightly and in every wrong way; see benchmarks/results/ingest.md.
 """
 
 import numpy as np
