@@ -11,11 +11,13 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gateway.messages import DEFAULT_HANGOVER_MS, DEFAULT_PARTIAL_INTERVAL_MS
 from streaming.capability import Capability
+from streaming.utterance import CommitPolicy
 from vad.gate import GateSettings
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class SessionConfig:
     partial_interval_ms: int = DEFAULT_PARTIAL_INTERVAL_MS  # 100..10000; least time between partials
     max_unacked_s: float = 10.0  # 1..120; audio a client may have sent that is not yet acknowledged
     resume_window_s: float = 60.0  # 0..3600; how long a lost session waits for its client
+    commit_policy: CommitPolicy = CommitPolicy.AGREEMENT  # when words of a partial are settled
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` that names setting, value, unit and range."""
@@ -249,6 +252,6 @@ def _parsed(text: str, wanted: Any, key: str) -> Any:
 
 
 def _accepted(wanted: Any) -> str:
-    if wanted is Capability:
-        return "one of " + ", ".join(Capability)
+    if issubclass(wanted, StrEnum):
+        return "one of " + ", ".join(wanted)
     return {int: "a whole number", float: "a number", str: "text"}[wanted]

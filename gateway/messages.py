@@ -177,9 +177,10 @@ class SpeechStarted(Struct, frozen=True, tag="speech_started"):
 
 
 class SpeechEnded(Struct, frozen=True, tag="speech_ended"):
-    """The utterance is over."""
+    """The utterance is over; ``end_s`` includes the padding behind the voice."""
 
     event: int
+    speech_end_s: float
     end_s: float
 
 
@@ -237,12 +238,13 @@ class Warning(Struct, frozen=True, tag="warning"):
 
 
 class Error(Struct, frozen=True, tag="error"):
-    """Something was refused or failed."""
+    """Something was refused or failed; ``id`` is that of the refused flush or update."""
 
-    event: int
+    event: int | None  # None before ready, where there is no session to resume yet
     code: str
     message: str
     fatal: bool
+    id: str | None = None
 
 
 class Farewell(Struct, frozen=True, tag="bye"):

@@ -65,7 +65,7 @@ class Connection:
     def give_up(self, error: GatewayError, code: int) -> None:
         """Drop what is queued and close with ``error``."""
         self._outgoing.clear()
-        self.post(Error(0, error.code, str(error), fatal=True))
+        self.post(Error(None, error.code, str(error), fatal=True))
         self.close(Close(code, error.code))
 
     async def send_all(self) -> None:

@@ -206,12 +206,13 @@ class Session:
         try:
             return self._receive(message, now_s)
         except ClientError as error:
-            return self.refuse(error)
+            return self.refuse(error, message.id if isinstance(message, Flush | Update) else None)
 
-    def refuse(self, error: ClientError) -> list[Effect]:
-        """Tell the client what was wrong; the session goes on unless the error is fatal."""
+    def refuse(self, error: ClientError, message_id: str | None = None) -> list[Effect]:
+        """Tell the client what was wrong with its message; the session goes on unless the error is fatal."""
         kind = ERRORS[error.code]
-        effects = [self._event(Error(0, error.code, str(error), kind.is_fatal))]
+        told = Error(None, error.code, str(error), kind.is_fatal, message_id)
+        effects = [Send(told) if self.state is State.GREETING else self._event(told)]
         return [*effects, Close(kind.close_code, error.code)] if kind.close_code is not None else effects
 
     def peer_gone(self, now_s: float) -> list[Effect]:
@@ -586,7 +587,7 @@ class Session:
                 case vad_gate.SpeechResumed():
                     self._spoken[-1].utterance.resumed()
                 case vad_gate.SpeechEnded(end_sample, speech_end_sample):
-                    effects.append(self._event(SpeechEnded(0, _wire_s(end_sample))))
+                    effects.append(self._event(SpeechEnded(0, _wire_s(speech_end_sample), _wire_s(end_sample))))
                     spoken = self._spoken[-1]
                     spoken.ended_at_s = now_s
                     segments = spoken.utterance.ended(
@@ -598,7 +599,12 @@ class Session:
         return effects
 
     def _begin_utterance(self, start_sample: int) -> None:
-        utterance = Utterance(start_sample=start_sample, segment_ids=self._segment_ids, pacing=self._settings.pacing)
+        utterance = Utterance(
+            start_sample=start_sample,
+            segment_ids=self._segment_ids,
+            pacing=self._settings.pacing,
+            policy=self._config.commit_policy,
+        )
         self._spoken.append(_Spoken(utterance, self._stream_id, start_sample))
         self._n_begun += 1
         if len(self._spoken) == 1:

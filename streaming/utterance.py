@@ -7,7 +7,7 @@ not know the model, the client or the time of day. Use it in this order: ``heard
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 
 from streaming.agreement import after, agree, ends_before, whole_words
 from streaming.guards import is_looping, is_too_fast, without_loop
@@ -37,6 +37,18 @@ def settle_by_agreement(previous: Sequence[Word], current: Sequence[Word], end_s
 def settle_by_attention(previous: Sequence[Word], current: Sequence[Word], end_sample: int) -> int:
     """AlignAtt: settled is what the model attended to well before the edge of the audio. Needs word times."""
     return whole_words(current, ends_before(current, end_sample - ATTENTION_MARGIN_SAMPLES))
+
+
+class CommitPolicy(StrEnum):
+    """How words become settled."""
+
+    AGREEMENT = "agreement"
+    ATTENTION = "attention"
+
+    @property
+    def settle(self) -> Settle:
+        """The rule itself."""
+        return settle_by_agreement if self is CommitPolicy.AGREEMENT else settle_by_attention
 
 
 class Purpose(Enum):
@@ -86,11 +98,16 @@ class Utterance:
     _retry: bool  # the last decode lost the audio: again, without prefix and prompt
 
     def __init__(
-        self, *, start_sample: int, segment_ids: Iterator[int], pacing: Pacing, settle: Settle = settle_by_agreement
+        self,
+        *,
+        start_sample: int,
+        segment_ids: Iterator[int],
+        pacing: Pacing,
+        policy: CommitPolicy = CommitPolicy.AGREEMENT,
     ) -> None:
         self._segment_ids = segment_ids
         self._pacing = pacing
-        self._settle = settle
+        self._settle = policy.settle
         self.prompt = ""  # confident text from before the segment; once over, the one to prompt the next utterance with
         self._heard_sample = start_sample
         self._end: _End | None = None

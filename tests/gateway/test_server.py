@@ -1,0 +1,359 @@
+"""The shell, on loopback, with the scripted engine: sockets, threads, timers."""
+
+import asyncio
+import json
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgpack
+import numpy as np
+import pytest
+import uvicorn
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from gateway.app import build_app, uvicorn_config
+from gateway.config import Config, ServerConfig, SessionConfig
+from models.scripted import ScriptedEngine, recite
+from vad.energy import EnergyDetector
+
+pytestmark = pytest.mark.e2e
+
+HELLO = {"type": "hello", "audio": {"encoding": "s16le", "sample_rate_hz": 16_000}}
+DEADLINE_S = 20
+
+
+def speech(duration_s: float, before_s: float = 0.5, after_s: float = 1.0) -> bytes:
+    """Noise loud enough for the energy detector between two silences, as s16le."""
+    loud = np.random.default_rng(0).normal(0, 0.2, int(duration_s * 16_000))
+    samples = np.concatenate([np.zeros(int(before_s * 16_000)), loud, np.zeros(int(after_s * 16_000))])
+    return (np.clip(samples, -1, 1) * 32_767).astype("<i2").tobytes()
+
+
+@contextmanager
+def served(engine: ScriptedEngine, **server: int) -> Iterator[str]:
+    """A server on a free port, on a thread of its own; gives its address."""
+    config = Config(
+        models=("scripted",),
+        server=ServerConfig(port=0, **server),
+        session=SessionConfig(resume_window_s=30),
+    )
+    ready = threading.Event()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready.set()
+
+    uvicorn_server = Server(uvicorn_config(config, build_app(config, {"scripted": engine}, EnergyDetector())))
+    thread = threading.Thread(target=uvicorn_server.run, daemon=True)
+    thread.start()
+    assert ready.wait(DEADLINE_S)
+    port = uvicorn_server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        uvicorn_server.should_exit = True
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(recite("it was the best of times it was the worst of times", start_sample=8_000))
+
+
+@pytest.fixture
+def address(engine: ScriptedEngine) -> Iterator[str]:
+    with served(engine) as found:
+        yield found
+
+
+def open_stream(address: str, subprotocol: str = "senseway.v1.json") -> ClientConnection:
+    return connect(f"ws://{address}/v1/stream", subprotocols=[subprotocol], compression=None, close_timeout=2)
+
+
+def tell(stream: ClientConnection, **message: object) -> None:
+    stream.send(json.dumps(message))
+
+
+def hear(stream: ClientConnection, *kinds: str) -> dict:
+    """The next message of one of ``kinds``."""
+    while True:
+        message = json.loads(stream.recv(timeout=DEADLINE_S))
+        if message["type"] in kinds:
+            return message
+
+
+def finish(stream: ClientConnection) -> list[dict]:
+    """Say bye; everything that still comes, until the server closes."""
+    tell(stream, type="bye")
+    messages = []
+    try:
+        while True:
+            messages.append(json.loads(stream.recv(timeout=DEADLINE_S)))
+    except ConnectionClosed as closed:
+        assert closed.rcvd is not None and closed.rcvd.code == 1000
+    return messages
+
+
+def finals(messages: list[dict]) -> str:
+    return " ".join(message["text"] for message in messages if message["type"] == "final")
+
+
+def test_speech_becomes_text_and_the_session_ends_cleanly(address: str, engine: ScriptedEngine) -> None:
+    with open_stream(address) as stream:
+        stream.send(json.dumps(HELLO))
+        ready = hear(stream, "ready")
+        assert ready["model"] == "scripted" and ready["protocol"] == 1 and not ready["resumed"]
+        audio = speech(2.0)
+        for at in range(0, len(audio), 3_201):  # odd: samples are cut between frames
+            stream.send(audio[at : at + 3_201])
+        messages = finish(stream)
+    assert finals(messages) == "it was the best of times"
+    assert [m["event"] for m in messages if "event" in m] == sorted(m["event"] for m in messages if "event" in m)
+    assert messages[-1]["type"] == "bye"
+    assert engine.n_open_streams == 0
+
+
+def test_messagepack_gives_the_same_transcript(address: str) -> None:
+    with open_stream(address, "senseway.v1.msgpack") as stream:
+        assert stream.subprotocol == "senseway.v1.msgpack"
+        stream.send(msgpack.packb(HELLO))
+        stream.send(msgpack.packb({"type": "audio", "data": speech(2.0)}))
+        stream.send(msgpack.packb({"type": "bye"}))
+        messages = []
+        with pytest.raises(ConnectionClosed):
+            while True:
+                messages.append(msgpack.unpackb(stream.recv(timeout=DEADLINE_S)))
+    assert finals(messages) == "it was the best of times"
+
+
+def test_client_without_a_subprotocol_speaks_json(address: str) -> None:
+    with connect(f"ws://{address}/v1/stream", compression=None) as stream:
+        assert stream.subprotocol is None
+        stream.send(json.dumps(HELLO))
+        assert hear(stream, "ready")
+
+
+def test_unknown_subprotocols_are_refused_at_the_handshake(address: str) -> None:
+    with pytest.raises(InvalidStatus) as caught:
+        open_stream(address, "chat")
+    assert caught.value.response.status_code == 400
+    assert b"senseway.v1.json" in caught.value.response.body
+
+
+def test_compression_is_not_offered(address: str) -> None:
+    with connect(f"ws://{address}/v1/stream", compression="deflate") as stream:
+        assert "Sec-WebSocket-Extensions" not in stream.response.headers
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"),
+    [
+        ("{", "bad_message"),
+        ('{"type": "hum"}', "bad_message"),
+        ('{"type": "flush", "id": 1}', "bad_message"),
+        ('{"type": "audio", "data": "AAAA"}', "bad_message"),
+        (json.dumps(HELLO), "already_greeted"),
+        (b"", "empty_audio"),
+        ('{"type": "update", "id": "u", "language": "xx"}', "unsupported_option"),
+        ('{"type": "update", "id": "u", "vocabulary": ["Zwolle"]}', "unsupported_option"),
+    ],
+)
+def test_a_bad_frame_is_told_and_nothing_is_lost(address: str, frame: str | bytes, code: str) -> None:
+    audio = speech(2.0)
+    half = len(audio) // 2
+    with open_stream(address) as stream:
+        stream.send(json.dumps(HELLO))
+        stream.send(audio[:half])
+        stream.send(frame)
+        error = hear(stream, "error")
+        stream.send(audio[half:])
+        assert finals(finish(stream)) == "it was the best of times"
+    assert error["code"] == code and not error["fatal"] and error["message"]
+
+
+def test_audio_before_hello_is_an_error_and_hello_may_follow(address: str) -> None:
+    with open_stream(address) as stream:
+        stream.send(b"\0\0")
+        assert hear(stream, "error")["code"] == "hello_required"
+        stream.send(json.dumps(HELLO))
+        assert hear(stream, "ready")
+
+
+def test_a_frame_too_large_closes_its_connection_and_no_other(address: str) -> None:
+    with open_stream(address) as other, open_stream(address) as stream:
+        other.send(json.dumps(HELLO))
+        stream.send(json.dumps(HELLO))
+        hear(stream, "ready")
+        with pytest.raises(ConnectionClosed) as caught:
+            stream.send(bytes(1 << 21))
+            while True:
+                stream.recv(timeout=DEADLINE_S)
+        assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
+        other.send(speech(2.0))
+        assert finals(finish(other)) == "it was the best of times"
+
+
+def test_flush_is_answered_behind_the_final(address: str) -> None:
+    with open_stream(address) as stream:
+        stream.send(json.dumps(HELLO))
+        stream.send(speech(2.0, after_s=0.0))
+        tell(stream, type="flush", id="a1")
+        assert hear(stream, "final", "flushed")["type"] == "final"
+        assert hear(stream, "flushed")["id"] == "a1"
+        tell(stream, type="flush", id="a2")
+        assert hear(stream, "flushed")["id"] == "a2"
+
+
+@pytest.mark.parametrize("share", [0.1, 0.35, 0.5, 0.8, 1.0])
+def test_a_lost_connection_is_resumed_with_the_same_transcript(address: str, share: float) -> None:
+    audio = speech(2.9)
+    cut = int(len(audio) * share) // 2 * 2
+    seen = []
+    with open_stream(address) as stream:
+        stream.send(json.dumps(HELLO))
+        session_id = hear(stream, "ready")["session_id"]
+        for at in range(0, cut, 16_000):
+            stream.send(audio[at : min(at + 16_000, cut)])
+        if cut > 32_000:
+            seen.append(hear(stream, "speech_started"))
+        stream.socket.shutdown(socket.SHUT_RDWR)  # no close frame: a cut cable
+    last_event = max((message["event"] for message in seen), default=0)
+    with open_stream(address) as stream:
+        tell(stream, type="hello", resume={"session_id": session_id, "last_event": last_event})
+        ready = hear(stream, "ready")
+        assert ready["resumed"] and ready["session_id"] == session_id and ready["taken_samples"] * 2 <= cut
+        stream.send(audio[ready["taken_samples"] * 2 :])
+        seen += [message for message in finish(stream) if "event" in message]
+    numbers = [message["event"] for message in seen]
+    assert numbers == sorted(set(numbers))
+    assert finals(seen) == "it was the best of times it was"
+
+
+def test_resuming_takes_over_a_connection_that_still_looks_alive(address: str) -> None:
+    with open_stream(address) as old, open_stream(address) as new:
+        old.send(json.dumps(HELLO))
+        session_id = hear(old, "ready")["session_id"]
+        tell(new, type="hello", resume={"session_id": session_id, "last_event": 0})
+        assert hear(new, "ready")["resumed"]
+        assert hear(old, "error")["code"] == "taken_over"
+        new.send(speech(2.0))
+        assert finals(finish(new)) == "it was the best of times"
+
+
+def test_an_unknown_session_can_not_be_resumed_but_a_new_one_begun(address: str) -> None:
+    with open_stream(address) as stream:
+        tell(stream, type="hello", resume={"session_id": "nobody", "last_event": 0})
+        assert hear(stream, "error")["code"] == "unknown_session"
+        stream.send(json.dumps(HELLO))
+        assert hear(stream, "ready")
+
+
+def test_one_session_too_many_is_turned_away_politely(engine: ScriptedEngine) -> None:
+    with served(engine, max_sessions=1) as address, open_stream(address) as stream:
+        stream.send(json.dumps(HELLO))
+        hear(stream, "ready")
+        with open_stream(address) as other:
+            assert hear(other, "error")["code"] == "server_full"
+            with pytest.raises(ConnectionClosed) as caught:
+                other.recv(timeout=DEADLINE_S)
+            assert caught.value.rcvd is not None and caught.value.rcvd.code == 1013
+        stream.send(speech(2.0))
+        assert finals(finish(stream)) == "it was the best of times"
+
+
+def test_a_model_that_fails_costs_nobody_else_anything() -> None:
+    engine = ScriptedEngine(
+        recite("it was the best of times", start_sample=8_000), failing_decodes=frozenset(range(1, 50))
+    )
+    with served(engine) as address, open_stream(address) as stream:
+        stream.send(json.dumps(HELLO))
+        stream.send(speech(1.5))
+        error = hear(stream, "error")
+        assert error["code"] == "decode_failed" and not error["fatal"]
+        assert finals(finish(stream)) == ""
+
+
+def test_a_client_that_never_reads_ends_alone(address: str) -> None:
+    """Its messages fill the sockets, then the bounded queue; the others go on, and memory stays bounded."""
+    with open_stream(address) as other:
+        other.send(json.dumps(HELLO))
+        hear(other, "ready")
+        deaf = socket.create_connection(address.split(":"))
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        deaf.sendall(_handshake(address))
+        _send_text(deaf, json.dumps(HELLO))
+        flush = json.dumps({"type": "flush", "id": "x" * 64})
+        deaf.settimeout(2)
+        with pytest.raises(OSError):  # noqa: PT011  # the server stops reading, or closes
+            for _ in range(200_000):
+                _send_text(deaf, flush)
+        deaf.close()
+        other.send(speech(2.0))
+        assert finals(finish(other)) == "it was the best of times"
+
+
+def test_a_client_that_vanishes_in_mid_word_leaves_nothing_behind(engine: ScriptedEngine) -> None:
+    with served(engine, max_sessions=2) as address:
+        with open_stream(address) as stream:
+            stream.send(json.dumps(HELLO))
+            stream.send(speech(2.0, after_s=0.0))
+            hear(stream, "partial")
+            stream.socket.shutdown(socket.SHUT_RDWR)
+        with open_stream(address) as stream:
+            stream.send(json.dumps(HELLO))
+            stream.send(speech(2.0))
+            assert finals(finish(stream)) == "it was the best of times"
+
+
+def test_many_sessions_at_once_never_mix() -> None:
+    engine = ScriptedEngine(recite("one two three four five six", start_sample=8_000))
+    durations = [0.8, 1.1, 1.6, 2.0] * 4
+
+    async def one(address: str, duration_s: float) -> str:
+        return await asyncio.to_thread(_transcript, address, duration_s)
+
+    async def everyone(address: str) -> list[str]:
+        return list(await asyncio.gather(*(one(address, duration_s) for duration_s in durations)))
+
+    with served(engine) as address:
+        texts = asyncio.run(everyone(address))
+    assert texts == [" ".join("one two three four five six".split()[: _n_words(d)]) for d in durations]
+    assert engine.n_open_streams == 0
+
+
+def test_health_and_models_answer(address: str) -> None:
+    health = json.load(urllib.request.urlopen(f"http://{address}/health", timeout=DEADLINE_S))
+    assert health["status"] == "ok" and health["engines"][0]["backend"] == "script"
+    models = json.load(urllib.request.urlopen(f"http://{address}/v1/models", timeout=DEADLINE_S))
+    assert models["models"][0]["name"] == "scripted" and "word_times" in models["models"][0]["capabilities"]
+
+
+def _transcript(address: str, duration_s: float) -> str:
+    with open_stream(address) as stream:
+        stream.send(json.dumps(HELLO))
+        stream.send(speech(duration_s))
+        return finals(finish(stream))
+
+
+def _n_words(duration_s: float) -> int:
+    """Words of 280 ms every 360 ms that end within the speech or the 160 ms that the gate adds behind it."""
+    return sum(0.360 * i + 0.280 <= duration_s + 0.16 for i in range(6))
+
+
+def _handshake(address: str) -> bytes:
+    return (
+        f"GET /v1/stream HTTP/1.1\r\nHost: {address}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    ).encode()
+
+
+def _send_text(raw: socket.socket, text: str) -> None:
+    payload = text.encode()
+    head = bytes([0x81, 0x80 | len(payload)]) if len(payload) < 126 else bytes([0x81, 0xFE]) + len(payload).to_bytes(2)
+    raw.sendall(head + bytes(4) + payload)  # masked with zeros
