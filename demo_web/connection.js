@@ -268,12 +268,9 @@ export class Connection {
     this.#pump();
   }
 
-  /**
-   * A resume may send again what crossed it on the wire. Before there is a ready, errors are numbered in the life of
-   * the new connection, not in that of the session to be resumed.
-   */
+  /** A resume may send again what crossed it on the wire. Errors that belong to no session have no number. */
   #isOld({ event }) {
-    if (event === undefined || !this.#ready) return false;
+    if (event === undefined || event === null || !this.#ready) return false;
     if (event <= this.#session.last_event) return true;
     this.#session.last_event = event;
     return false;

@@ -87,9 +87,10 @@ class SpeechStarted:
 
 @dataclass(frozen=True, slots=True)
 class SpeechEnded:
-    """The utterance is over."""
+    """The utterance is over: the voice at ``speech_end_s``, the padding behind it at ``end_s``."""
 
     event: int
+    speech_end_s: float
     end_s: float
 
 
@@ -153,12 +154,16 @@ class WarningEvent:
 
 @dataclass(frozen=True, slots=True)
 class ErrorEvent:
-    """Something was refused or failed; after a ``fatal`` one the server closes."""
+    """Something was refused or failed; after a ``fatal`` one the server closes.
 
-    event: int
+    ``id`` is that of the refused flush or update; ``event`` is ``None`` where no session's events are counted.
+    """
+
+    event: int | None
     code: str
     message: str
     fatal: bool
+    id: str | None
 
 
 @dataclass(frozen=True, slots=True)

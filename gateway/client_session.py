@@ -198,9 +198,10 @@ class ClientSession:
             case Ack():
                 self._acknowledge(message.samples * self._hello.audio.frame_bytes)
                 return None
-        if message.event <= self._last_event:
-            return None
-        self._last_event = message.event
+        if message.event is not None:
+            if message.event <= self._last_event:
+                return None
+            self._last_event = message.event
         if isinstance(message, Flushed | Updated):
             if message.id not in self._open_ids:
                 return None  # said twice because a connection was lost in between

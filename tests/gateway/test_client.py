@@ -78,7 +78,7 @@ class FakeServer:
     async def greet(self, hello: Message, send: Callable[[Message], Awaitable[None]]) -> None:
         self.hellos.append(hello)
         if self.refuse is not None:
-            await send({"type": "error", "event": 1, "fatal": False, **self.refuse})
+            await send({"type": "error", "event": None, "fatal": False, "id": None, **self.refuse})
             return
         await send(
             {
@@ -113,7 +113,9 @@ class FakeServer:
                     raise ConnectionResetError
                 elif self.fatal_at_bytes is not None and len(self.taken) >= self.fatal_at_bytes[0]:
                     code, self.fatal_at_bytes = self.fatal_at_bytes[1], None
-                    await send({"type": "error", "event": 0, "code": code, "message": "told to", "fatal": True})
+                    await send(
+                        {"type": "error", "event": None, "code": code, "message": "told to", "fatal": True, "id": None}
+                    )
                     await websocket.close(4409)
                 elif self.acknowledges:
                     await send({"type": "ack", "samples": len(self.taken) // 2})

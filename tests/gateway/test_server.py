@@ -290,7 +290,7 @@ def test_a_client_that_never_reads_ends_alone(address: str) -> None:
         _send_text(deaf, json.dumps(HELLO))
         flush = json.dumps({"type": "flush", "id": "x" * 64})
         deaf.settimeout(2)
-        with pytest.raises(OSError):  # noqa: PT011  # the server stops reading, or closes
+        with pytest.raises(OSError):  # the server stops reading, or closes
             for _ in range(200_000):
                 _send_text(deaf, flush)
         deaf.close()
