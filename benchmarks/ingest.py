@@ -93,6 +93,9 @@ def _print_suspicion(manifest: Path) -> None:
             for encoding in ENCODINGS
         ]
         _print_row(name, *(f"{share:.0%}" for share in noticed))
+    segments = [segment for samples, rate_hz in clips for segment in _segments(_integers(samples, 16), rate_hz)]
+    n_alarms = sum(suspect(segment) is not None for segment in segments)
+    print(f"\nFalse alarms in {len(segments)} stretches of {LISTENED_S} s, not only the first: {n_alarms}.")
     print("\nNot noticed at all: a wrong sample rate; two channels read as one at rates other than 16 kHz.")
 
 
@@ -107,6 +110,12 @@ def _clips(manifest: Path) -> list[tuple[NDArray[np.float32], int]]:
             )
             clips.append((samples, rate_hz))
     return clips
+
+
+def _segments(data: bytes, rate_hz: int) -> list[NDArray[np.float32]]:
+    samples = Ingest(AudioFormat("s16le", rate_hz)).push(data).samples
+    n_samples = LISTENED_S * SAMPLE_RATE_HZ
+    return [samples[start : start + n_samples] for start in range(0, len(samples), n_samples // 4)]
 
 
 def _is_suspected(data: bytes, encoding: str, rate_hz: int) -> bool:

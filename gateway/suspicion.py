@@ -39,7 +39,7 @@ def _loud_noise(windows: NDArray[np.float32]) -> str | None:
     levels_dbfs = 10 * np.log10(np.mean(windows**2, axis=1))
     loudest = windows[np.argsort(levels_dbfs)[-max(1, len(windows) // 4) :]]
     is_steady = levels_dbfs.std() < 3.5 and levels_dbfs.mean() > -16 and _flatness(windows) > 0.35
-    is_noise = 10 * np.log10(np.mean(loudest**2)) > -11 and _flatness(loudest) > 0.5
+    is_noise = 10 * np.log10(np.mean(loudest**2)) > -11 and _flatness(loudest) > 0.7
     return "the audio is a loud noise of even spectrum" if is_steady or is_noise else None
 
 

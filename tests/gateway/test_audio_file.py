@@ -142,8 +142,8 @@ def test_a_wav_with_nothing_behind_its_header_gives_no_samples(tmp_path: Path) -
 
 
 def damaged_flac(tmp_path: Path) -> Path:
-    noise = 0.1 * np.random.default_rng(0).normal(size=5 * 16_000)
-    content = written(tmp_path / "whole.flac", noise, 16_000).read_bytes()
+    noise = 0.1 * np.random.default_rng(0).normal(size=5 * 44_100)
+    content = written(tmp_path / "whole.flac", noise, 44_100).read_bytes()
     path = tmp_path / "damaged.flac"
     path.write_bytes(content[: len(content) * 6 // 10])
     return path

@@ -88,11 +88,13 @@ def test_too_little_audio_says_nothing(n_samples: int) -> None:
 
 
 @needs_recordings
-def test_no_recording_read_rightly_is_suspected() -> None:
+def test_no_two_seconds_of_a_recording_read_rightly_are_suspected() -> None:
     rows = [json.loads(line) for line in (RECORDINGS / "manifest.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["kind"] != "formats" and row["channels"] == 1]
-    told = {row["id"]: suspect(read_audio(RECORDINGS / row["file"])[0][: 2 * RATE_HZ]) for row in rows[::3]}
-    assert {name: what for name, what in told.items() if what is not None} == {}
+    for row in rows[::3]:
+        samples, _ = read_audio(RECORDINGS / row["file"])
+        for start in range(0, len(samples), RATE_HZ):
+            assert suspect(samples[start : start + 2 * RATE_HZ]) is None, (row["id"], start / RATE_HZ)
 
 
 @needs_recordings
