@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BENCHMARKS ?= ingest vad_gate
+MACHINE ?= $(shell $(PYTHON) -c 'import os, platform; print(os.cpu_count(), "cores,", platform.machine(), platform.system())')
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .PHONY: help demo serve test check bench clean
@@ -30,7 +32,11 @@ test: check
 	$(BIN)/python -m pytest
 
 bench: $(VENV)/.bench
-	$(BIN)/python -m benchmarks
+	@for name in $(BENCHMARKS); do \
+	    echo "benchmarks/results/$$name.md"; \
+	    $(BIN)/python -m benchmarks.$$name --machine "$(MACHINE)" > $(VENV)/bench.md || exit 1; \
+	    mv $(VENV)/bench.md benchmarks/results/$$name.md; \
+	done
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

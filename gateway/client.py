@@ -13,7 +13,7 @@ is decided in ``client_session.py``, this module has the sockets, tasks and cloc
 
     StreamError
     ├── ConnectionFailedError   no server there, or a lost one did not come back in time
-    └── RefusedError            the server refused what was asked for or ended the session; ``code`` says why
+    └── RefusedError            the server refused a hello or an update, or ended the session; ``code`` says why
 """
 
 import asyncio
@@ -97,7 +97,7 @@ class ConnectionFailedError(StreamError):
 
 
 class RefusedError(StreamError):
-    """The server refused the session or ended it; ``code`` is one of PROTOCOL.md's."""
+    """The server refused a hello or an update, or ended the session; ``code`` is one of PROTOCOL.md's."""
 
     def __init__(self, code: str, message: str) -> None:
         self.code = code
@@ -140,7 +140,7 @@ class StreamClient:
         self._wire = wire
         self._session = ClientSession(hello)
         self._events: deque[Event] = deque()
-        self._answers: dict[str, Flushed | Updated] = {}
+        self._answers: dict[str, Flushed | Updated | ErrorEvent] = {}
         self._bye: Bye | None = None
         self._has_said_bye = False
         self._failure: Exception | None = None
@@ -176,7 +176,11 @@ class StreamClient:
         return await self._answer(self._session.add_flush(), Flushed)
 
     async def update(self, settings: Settings) -> Updated:
-        """Change settings from the next utterance on."""
+        """Change settings from the next utterance on.
+
+        Raises:
+            RefusedError: if the model can't honour them; the session goes on with the old ones.
+        """
         self._check_open()
         return await self._answer(self._session.add_update(settings), Updated)
 
@@ -230,6 +234,8 @@ class StreamClient:
         self._notify()
         await self._until(lambda: message_id in self._answers)
         answer = self._answers.pop(message_id)
+        if isinstance(answer, ErrorEvent):
+            raise RefusedError(answer.code, answer.message)
         assert isinstance(answer, kind), "ids name the kind of their message"
         return answer
 
@@ -312,8 +318,10 @@ class StreamClient:
             if message.code in _RESUMABLE:
                 return
             raise RefusedError(message.code, message.message)
-        event = self._session.receive(message)
-        match event:
+        match event := self._session.receive(message):
+            case ErrorEvent(id=str() as message_id):
+                self._answers[message_id] = event  # raised where that message was sent, so it is no event
+                event = None
             case Flushed() | Updated():
                 self._answers[event.id] = event
             case Bye():
@@ -378,7 +386,7 @@ class SyncStreamClient:
         return _wait_for(self._client.flush(), self._loop)
 
     def update(self, settings: Settings) -> Updated:
-        """Change settings from the next utterance on."""
+        """Change settings from the next utterance on. Raises ``RefusedError``; the session goes on."""
         return _wait_for(self._client.update(settings), self._loop)
 
     def bye(self) -> Bye:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeAlias
 
-from .client_events import Ack, Event, Flushed, ProtocolError, Ready, ServerMessage, Updated
+from .client_events import Ack, ErrorEvent, Event, Flushed, ProtocolError, Ready, ServerMessage, Updated
 
 PROTOCOL_VERSION = 1
 FRAME_S = 0.25  # longer audio is cut, so that acknowledgements come at least this often
@@ -202,10 +202,11 @@ class ClientSession:
             if message.event <= self._last_event:
                 return None
             self._last_event = message.event
-        if isinstance(message, Flushed | Updated):
-            if message.id not in self._open_ids:
+        answered_id = message.id if isinstance(message, Flushed | Updated | ErrorEvent) else None
+        if answered_id is not None:
+            if answered_id not in self._open_ids:
                 return None  # said twice because a connection was lost in between
-            self._open_ids.remove(message.id)
+            self._open_ids.remove(answered_id)
             self._forget()
         return message
 

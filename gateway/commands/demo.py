@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from gateway.client import Final, Hello, Partial, SpeechStarted, connect
+from gateway.client import Final, Hello, Partial, SpeechEnded, SpeechStarted, connect
 from gateway.client_events import Event
 from gateway.commands.audio_source import open_source
 from gateway.commands.captions import Captions
@@ -103,7 +103,7 @@ def report(arrivals: Sequence[Arrival], errors: WordErrors, *, audio_s: float, c
         ("words", f"{errors.n_right} of {errors.n_reference} right"),
         ("", f"{errors.n_wrong} wrong, {errors.n_missing} missing, {errors.n_extra} extra"),
         ("first partial, from speech onset", _median_of(first_partial_delays_s(arrivals))),
-        ("final, from the end of the last word", _median_of(final_delays_s(arrivals))),
+        ("final, from the end of speech", _median_of(final_delays_s(arrivals))),
     ]
     if cpu_s is not None:
         rows.append(
@@ -132,13 +132,17 @@ def first_partial_delays_s(arrivals: Sequence[Arrival]) -> list[float]:
 
 
 def final_delays_s(arrivals: Sequence[Arrival]) -> list[float]:
-    """For each final that a pause brought, how long after its last word's end it came, endpoint silence included."""
-    return [
-        arrival.at_s - arrival.event.words[-1].end_s
-        for arrival in arrivals
-        if isinstance(arrival.event, Final) and arrival.event.reason == "silence"
-        if arrival.event.words and arrival.event.words[-1].end_s is not None
-    ]
+    """For each utterance that a pause ended, how long after the end of the voice its final came, hangover included."""
+    delays_s = []
+    speech_end_s: float | None = None
+    for arrival in arrivals:
+        match arrival.event:
+            case SpeechEnded():
+                speech_end_s = arrival.event.speech_end_s
+            case Final(reason="silence") if speech_end_s is not None:
+                delays_s.append(arrival.at_s - speech_end_s)
+                speech_end_s = None
+    return delays_s
 
 
 def _median_of(delays_s: Sequence[float]) -> str:

@@ -122,6 +122,9 @@ class FakeServer:
             case "flush":
                 await send(self.final())
                 await send(self.event(type="flushed", id=message["id"], at_s=0.0))
+            case "update" if message.get("task") == "sing":
+                error = {"code": "unsupported_option", "message": "no task 'sing'", "fatal": False}
+                await send(self.event(type="error", id=message["id"], **error))
             case "update":
                 self.updates.append(message)
                 await send(self.event(type="updated", id=message["id"], at_s=0.0))
@@ -268,6 +271,18 @@ def test_settings_change_by_update() -> None:
         return fake
 
     assert asyncio.run(run()).updates == [{"type": "update", "language": "fr", "id": "update-1"}]
+
+
+def test_a_refused_update_is_raised_where_it_was_asked_and_the_session_goes_on() -> None:
+    async def run() -> list[Event]:
+        async with serving(FakeServer()) as url, connect(url, HELLO) as stream:
+            with pytest.raises(RefusedError, match="unsupported_option: no task 'sing'"):
+                await stream.update(Settings(task="sing"))
+            await stream.flush()
+            await stream.bye()
+            return [event async for event in stream]
+
+    assert [type(event).__name__ for event in asyncio.run(run())] == ["Final", "Flushed", "Bye"]
 
 
 def test_leaving_the_block_says_bye_and_waits_for_the_end() -> None:

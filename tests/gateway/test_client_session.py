@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway import pcm
-from gateway.client_events import SERVER_MESSAGES, Ack, Final, Flushed, Limits, ProtocolError, Ready, Updated, parse
+from gateway.client_events import (
+    SERVER_MESSAGES,
+    Ack,
+    ErrorEvent,
+    Final,
+    Flushed,
+    Limits,
+    ProtocolError,
+    Ready,
+    Updated,
+    parse,
+)
 from gateway.client_events import Engine as EngineInfo
 from gateway.client_session import BYTES_PER_SAMPLE, FRAME_S, AudioFormat, ClientSession, Hello, Settings
 from gateway.messages import ServerMessage
@@ -133,6 +144,15 @@ def test_an_answer_to_a_repeated_flush_is_seen_once() -> None:
     session.add_flush()
     assert session.receive(Flushed(1, "flush-1", 0.1)) is not None
     assert session.receive(Flushed(2, "flush-1", 0.1)) is None
+
+
+def test_a_refused_update_is_not_said_again() -> None:
+    session = begun()
+    session.add_update(Settings(task="sing"))
+    sent(session)
+    assert session.receive(ErrorEvent(1, "unsupported_option", "no", False, "update-1")) is not None
+    session.receive(ready())
+    assert sent(session) == []
 
 
 def test_an_event_sent_again_is_seen_once() -> None:

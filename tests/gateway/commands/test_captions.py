@@ -62,7 +62,9 @@ def test_a_file_gets_changed_partials_if_asked_for() -> None:
 
 def test_errors_are_told_beside_the_captions(capsys: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
-    Captions(out, is_terminal=False, columns=80).show(ErrorEvent(1, "decode_failed", "it broke", False), sent_s=1.0)
+    Captions(out, is_terminal=False, columns=80).show(
+        ErrorEvent(1, "decode_failed", "it broke", False, None), sent_s=1.0
+    )
     assert out.getvalue() == ""
     assert capsys.readouterr().err == "error: decode_failed: it broke\n"
 

@@ -33,10 +33,11 @@ SESSION = arrivals(
     (1.5, partial("")),
     (1.75, partial("it")),
     (2.0, partial("it was")),
-    (3.0, SpeechEnded(1, 2.6)),
+    (3.0, SpeechEnded(1, 2.5, 2.6)),
     (3.25, final("It was the", 2.5)),
     (4.0, SpeechStarted(1, 3.5, 3.75)),
     (5.25, final("best", 5.0, reason="max_span")),
+    (5.8, SpeechEnded(1, 5.5, 5.6)),
     (6.0, final("of times", 5.5)),
 )
 
@@ -45,7 +46,7 @@ def test_the_first_partial_counts_from_the_onset_to_the_first_words() -> None:
     assert first_partial_delays_s(SESSION) == [0.75, 1.5]
 
 
-def test_finals_count_from_the_end_of_their_last_word_unless_speech_went_on() -> None:
+def test_finals_count_from_the_end_of_the_voice_unless_speech_went_on() -> None:
     assert final_delays_s(SESSION) == [0.75, 0.5]
 
 
