@@ -159,7 +159,8 @@ class Gate:
 
     def _listen(self, start_sample: int, probability: float) -> list[GateEvent]:
         events: list[GateEvent] = []
-        oldest_sample = self._now_sample - samples_from_ms(self.settings.onset_ms)
+        n_onset_windows = -(-samples_from_ms(self.settings.onset_ms) // WINDOW_SAMPLES)  # whole ones that hold onset_ms
+        oldest_sample = self._now_sample - n_onset_windows * WINDOW_SAMPLES
         self._onset_samples = [sample for sample in self._onset_samples if sample >= oldest_sample]
         if probability >= self.settings.threshold:
             self._onset_samples.append(start_sample)

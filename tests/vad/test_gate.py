@@ -162,6 +162,14 @@ def test_a_click_is_not_speech_and_three_windows_are() -> None:
     ]
 
 
+@pytest.mark.parametrize("ms", [33, 200, 1000])
+def test_a_minimum_that_is_no_whole_number_of_windows_can_be_met(ms: int) -> None:
+    gate = Gate(GateSettings(min_speech_ms=ms, onset_ms=ms))
+    n_needed = -(-ms // WINDOW_MS)
+    said = [bool(gate.push(index * WINDOW_SAMPLES, 0.9)) for index in range(n_needed)]
+    assert said == [False] * (n_needed - 1) + [True]
+
+
 def test_speech_starts_in_the_window_that_completes_the_minimum_and_ends_in_the_one_that_completes_the_hangover() -> (
     None
 ):
