@@ -5,17 +5,25 @@ threads it ran on. The network and other sessions are left out; ``streaming.py``
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from recordings import RESULTS, Recording, english_speech, heading, scorer
 
+from benchmarks.recordings import (
+    DEFAULT_MANIFEST,
+    ENGLISH,
+    Answer,
+    Recording,
+    normalise,
+    read_manifest,
+    score,
+    score_one,
+)
+from benchmarks.report import RESULTS, heading
 from gateway import messages as m
-from gateway.audio_file import read_audio
 from gateway.config import SessionConfig
 from gateway.session import DecodeJob, ServedModel, Session
 from gateway.simulation import Seen, Simulation
@@ -33,7 +41,7 @@ PACKET_SAMPLES = 800  # 50 ms, as browsers and telephony bridges send
 class Figures:
     """What one setting gave over all clips."""
 
-    hypotheses: dict[str, dict[str, object]] = field(default_factory=dict)
+    answers: dict[str, Answer] = field(default_factory=dict)
     first_partial_s: list[float] = field(default_factory=list)
     final_s: list[float] = field(default_factory=list)
     n_changed: int = 0
@@ -52,12 +60,11 @@ def play(
     n_threads: int,
 ) -> tuple[list[Seen], Simulation]:
     """One clip in real time, with a second and a half of silence behind it."""
-    samples, _ = read_audio(recording.path)
-    samples = np.concatenate([samples, np.zeros(SAMPLE_RATE_HZ * 3 // 2, np.float32)])
+    samples = np.concatenate([recording.samples(), np.zeros(SAMPLE_RATE_HZ * 3 // 2, np.float32)])
     models = {"model": ServedModel(engine.card, m.EngineItem(engine.backend, engine.why))}
     session = Session("simulated", models, detector.initial_state(), config=config, gate=gate, now_s=0.0)
     simulation = Simulation(session, Timed(engine, n_threads), detector, cost_s=lambda job: Timed.last_cost_s)
-    language = m.UNSET if len(engine.card.languages) == 1 else recording.row["language"]
+    language = m.UNSET if len(engine.card.languages) == 1 else recording.language
 
     def inputs() -> Iterator[tuple[float, m.ClientMessage]]:
         yield 0.0, m.Hello(audio=m.AudioSpec("f32le", SAMPLE_RATE_HZ), language=language)
@@ -91,17 +98,13 @@ def collect(figures: Figures, recording: Recording, seen: list[Seen], simulation
     """Add one clip's figures."""
     finals = [(item.at_s, item.message) for item in seen if isinstance(item.message, m.Final)]
     partials = [(item.at_s, item.message) for item in seen if isinstance(item.message, m.Partial) and item.message.text]
+    words = tuple((word.text, word.start_s or 0.0, word.end_s or 0.0) for _, final in finals for word in final.words)
+    cost_s = sum(decode.cost_s for decode in simulation.decodes)
     text = " ".join(final.text for _, final in finals)
-    words = [[word.text.strip(), word.start_s, word.end_s] for _, final in finals for word in final.words]
-    figures.hypotheses[recording.id] = {
-        "id": recording.id,
-        "text": text,
-        "words": words,
-        "seconds": sum(d.cost_s for d in simulation.decodes),
-    }
-    figures.cpu_s += sum(d.cost_s for d in simulation.decodes)
+    figures.answers[recording.recording_id] = Answer(text, words, cost_s)
+    figures.cpu_s += cost_s
     figures.n_decodes += len(simulation.decodes)
-    figures.audio_s += float(recording.row["duration_s"])
+    figures.audio_s += recording.duration_s
     figures.n_words += len(words)
     figures.n_changed += flicker([message for _, message in sorted(partials + finals, key=lambda pair: pair[1].event)])
     if recording.words and finals:
@@ -123,14 +126,11 @@ def flicker(events: list[m.Partial | m.Final]) -> int:
 
 def row(name: str, figures: Figures, recordings: list[Recording]) -> str:
     """One line of the table."""
-    wer = scorer()
-    result, _ = wer.score([r.row for r in recordings], figures.hypotheses)
-    total = result["ALL ENGLISH (no overlap)"]
-    rate = 100 * total["errors"] / total["ref"]
+    total = score(recordings, figures.answers)[ENGLISH]
     cells = [
         name,
-        f"{rate:.2f}",
-        f"{total['sub']}/{total['del']}/{total['ins']}",
+        f"{100 * (total.error_rate or 0):.2f}",
+        f"{total.n_substituted}/{total.n_deleted}/{total.n_inserted}",
         _quantiles(figures.first_partial_s),
         _quantiles(figures.final_s),
         f"{figures.n_changed / max(figures.n_words, 1):.2f}",
@@ -143,6 +143,16 @@ def row(name: str, figures: Figures, recordings: list[Recording]) -> str:
 def _quantiles(values: list[float]) -> str:
     ordered = sorted(values)
     return f"{statistics.median(ordered):.2f} / {ordered[int(0.9 * len(ordered))]:.2f}" if ordered else "-"
+
+
+def show_worst(figures: Figures, recordings: list[Recording], n_clips: int) -> None:
+    """The clips with the most errors, reference above hypothesis."""
+    errors = {r.recording_id: score_one(r, figures.answers[r.recording_id]) for r in recordings}
+    count = {name: s.n_substituted + s.n_deleted + s.n_inserted for name, s in errors.items()}
+    for recording in sorted(recordings, key=lambda r: -count[r.recording_id])[:n_clips]:
+        answer = figures.answers[recording.recording_id]
+        print(f"{count[recording.recording_id]} {recording.recording_id}")
+        print(f"   {normalise(recording.transcript, recording)}\n   {normalise(answer.text, recording)}")
 
 
 HEAD = (
@@ -161,11 +171,12 @@ def main() -> None:
     parser.add_argument("--hangover-ms", type=int, nargs="+", default=[400])
     parser.add_argument("--interval-ms", type=int, nargs="+", default=[500])
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/streaming_policies.md")
-    parser.add_argument("--hyp", help="write the last setting's hypotheses as JSON lines")
+    parser.add_argument("--worst", type=int, default=0, help="print so many of the last setting's worst clips")
     arguments = parser.parse_args()
     engine = load_engine(arguments.model, n_threads=arguments.threads)
     detector = SileroDetector()
-    recordings = list(english_speech(arguments.every))
+    recordings = read_manifest(DEFAULT_MANIFEST, languages=["en"], every=arguments.every)
+    recordings = [recording for recording in recordings if recording.kind != "overlap"]
     lines = [HEAD]
     print(HEAD, flush=True)
     for policy in arguments.policy:
@@ -186,9 +197,8 @@ def main() -> None:
                     )
                 )
                 print(lines[-1], flush=True)
-    if arguments.hyp:
-        with open(arguments.hyp, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(h, ensure_ascii=False) + "\n" for h in figures.hypotheses.values())
+    if arguments.worst:
+        show_worst(figures, recordings, arguments.worst)
     if arguments.save:
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / "streaming_policies.md"
