@@ -7,7 +7,6 @@ import argparse
 import os
 import platform
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from re import match
 
 from gateway.commands.models import here
+from gateway.commands.serve import listening_problem
 from gateway.config import Config, ConfigError, load
 from models.catalog import list_models
 
@@ -139,12 +139,10 @@ def configuration() -> Iterator[Finding]:
     yield Finding(
         Verdict.GOOD, "configuration", "as is by default" if config == Config() else "changed; serve prints it"
     )
-    address = f"{config.server.host}:{config.server.port}"
-    try:
-        with socket.create_server((config.server.host, config.server.port)):
-            yield Finding(Verdict.GOOD, "port", f"{address} is free")
-    except OSError as error:
-        yield Finding(Verdict.FAILS, "port", f"{address} can't be listened on: {error.strerror}")
+    if problem := listening_problem(config.server):
+        yield Finding(Verdict.FAILS, "port", problem)
+    else:
+        yield Finding(Verdict.GOOD, "port", f"{config.server.host}:{config.server.port} is free")
 
 
 def microphone() -> Iterator[Finding]:

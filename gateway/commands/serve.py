@@ -1,11 +1,14 @@
 """`senseway serve`: load the models and serve until interrupted."""
 
 import argparse
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
+from gateway.commands.failure import CommandError
 from gateway.commands.waiting import waiting
-from gateway.config import Config, as_toml, load
+from gateway.config import Config, ServerConfig, as_toml, load
 
 HELP = "serve transcripts over a WebSocket, and a page with a microphone"
 
@@ -31,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     config = load(flags_of(arguments), path=arguments.config)
+    if problem := listening_problem(config.server):
+        raise CommandError(f"{problem}; --port picks another")
     print(as_toml(config), end="", flush=True)
     with waiting("loading speech detector and models"):
         from gateway.app import run as serve_forever  # uvicorn, onnxruntime
@@ -41,6 +46,17 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"\nhttp://{host}:{config.server.port} is the page; the stream is at /v1/stream", flush=True)
     serve_forever(config, engines)
     return 0
+
+
+def listening_problem(server: ServerConfig) -> str | None:
+    """Why nobody can listen there now, ``None`` if one can: better known before models are loaded."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        with socket.create_server((server.host, server.port), family=family):
+            return None
+    except OSError as error:
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        return f"can't listen on {server.host} port {server.port}: {reason}"
 
 
 def flags_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,12 +1,17 @@
 """The command line as a whole: help, exit codes, and whose packages it runs with."""
 
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 
 from gateway import __main__ as entry
+from gateway.commands.demo import serving
 from gateway.commands.program import COMMANDS, parser, run
 from gateway.commands.waiting import waiting
 from models import store
@@ -112,3 +117,25 @@ def test_waiting_leaves_a_clean_line_on_a_terminal_and_nothing_elsewhere(is_term
         pass
     assert terminal.written.endswith(expected)
     assert bool(terminal.written) == is_terminal
+
+
+def test_a_taken_port_is_told_before_any_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert run(["serve", "--port", str(port), "--model", "no-such-model"]) == 1
+    expected = f"senseway: can't listen on 127.0.0.1 port {port}: Address already in use; --port picks another\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.e2e
+def test_ctrl_c_ends_a_server_and_a_stream_without_a_traceback(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "silence.wav", np.zeros(60 * 16_000), 16_000)
+    with serving("scripted") as server:
+        command = [sys.executable, "-m", "gateway", "stream", str(tmp_path / "silence.wav"), "--url", server.url]
+        stream = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+        assert stream.stderr is not None
+        assert stream.stderr.readline() == "scripted listens\n"
+        stream.send_signal(signal.SIGINT)
+        _, said = stream.communicate()
+    assert (stream.returncode, said) == (130, "")
+    assert server.process.returncode == 130
