@@ -50,9 +50,9 @@ from gateway.messages import (
     WordItem,
 )
 from streaming.capability import Capability, MissingCapabilityError, Negotiated, negotiate
+from streaming.context import Context
 from streaming.engine import Chunk, DecodeOptions, ModelCard, Task, UnsupportedOptionError
 from streaming.pacing import Pacing
-from streaming.prompt import MAX_GAP_S
 from streaming.transcript import EndReason, Hypothesis, Segment, Word, text_of
 from streaming.utterance import Purpose, Utterance
 from streaming.window import RollingAudio
@@ -191,8 +191,7 @@ class Session:
         self._n_begun = 0
         self._n_over = 0
         self._unanswered: deque[tuple[int, _Barrier]] = deque()  # with how many utterances must be over first
-        self._prompt = ""
-        self._prompt_sample = 0  # where the speech that the prompt is from ended
+        self._context = Context()  # of the next utterance
 
     @property
     def model(self) -> str | None:
@@ -339,6 +338,7 @@ class Session:
             is_final=request.is_final,
             prompt=request.prompt,
             prefix=request.prefix,
+            left_context_samples=request.left_context_samples,
         )
         assert self._ready is not None
         return DecodeJob(self._ready.model, head.stream_id, chunk)
@@ -477,8 +477,10 @@ class Session:
 
     def _forget_audio(self, now_s: float) -> None:
         was_behind = self._is_behind
-        in_work = (spoken.utterance.keep_from_sample for spoken in self._spoken)
-        self._audio.drop_before(min([self._gate.keep_from_sample, *in_work]))
+        in_work = [spoken.utterance.keep_from_sample for spoken in self._spoken]
+        lead = self._context.for_speech_at(self._gate.keep_from_sample)  # for an utterance that may begin any moment
+        led = [lead.lead_start_sample] if lead.lead and not in_work else []
+        self._audio.drop_before(min([self._gate.keep_from_sample, *in_work, *led]))
         if was_behind and not self._is_behind:
             self._last_audio_s = now_s  # the client paused for us: it has not stalled
 
@@ -537,7 +539,7 @@ class Session:
             effects.append(self._open_stream(settings.options))
             if unused is not None:
                 effects.append(CloseStream(unused))
-            self._prompt = ""
+            self._context = Context()
         self._settings = settings
         self._gate.settings = settings.gate
         return [*effects, self._event(Updated(0, update_id, _wire_s(at_sample)))]
@@ -608,13 +610,12 @@ class Session:
         self._spoken.append(_Spoken(utterance, self._stream_id, start_sample))
         self._n_begun += 1
         if len(self._spoken) == 1:
-            self._prompt_head()
+            self._prepare_head()
 
-    def _prompt_head(self) -> None:
+    def _prepare_head(self) -> None:
         """Tell the utterance that is decoded next what was said just before it."""
         head = self._spoken[0]
-        if seconds(head.start_sample - self._prompt_sample) <= MAX_GAP_S:
-            head.utterance.prompt = self._prompt
+        head.utterance.context = self._context.for_speech_at(head.start_sample)
 
     def _transcribed(self, segments: list[Segment], now_s: float) -> list[Effect]:
         effects: list[Effect] = [self._event(_segment_event(segment)) for segment in segments]
@@ -625,13 +626,12 @@ class Session:
 
     def _retire(self, spoken: _Spoken, now_s: float) -> list[Effect]:
         self._n_over += 1
-        self._prompt = spoken.utterance.prompt
-        self._prompt_sample = spoken.utterance.keep_from_sample
+        self._context = spoken.utterance.context
         effects = self._report_lag(spoken, now_s)
         if spoken.stream_id != self._stream_id and all(other.stream_id != spoken.stream_id for other in self._spoken):
             effects.append(CloseStream(spoken.stream_id))
         if self._spoken:
-            self._prompt_head()
+            self._prepare_head()
         return effects
 
     def _report_lag(self, spoken: _Spoken, now_s: float) -> list[Effect]:

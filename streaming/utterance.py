@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
 from streaming.agreement import after, agree, ends_before, whole_words
+from streaming.context import Context
 from streaming.guards import is_looping, is_too_fast, without_loop
 from streaming.pacing import Pacing, partial_is_due
-from streaming.prompt import is_confident, prompt_from
-from streaming.transcript import EndReason, Hypothesis, Quality, Segment, Word, text_of
+from streaming.transcript import EndReason, Hypothesis, Quality, Segment, Word
 from streaming.trim import Cut, choose_cut
 from vad.audio import SpeechSpan, samples_from_ms
 
@@ -66,8 +66,9 @@ class DecodeRequest:
 
     purpose: Purpose
     span: SpeechSpan
+    left_context_samples: int  # of the span: heard again from before the segment
     prompt: str
-    prefix: tuple[Word, ...]
+    prefix: tuple[Word, ...]  # what is settled in the span, the left context's words first
     is_retry: bool
 
     @property
@@ -108,7 +109,7 @@ class Utterance:
         self._segment_ids = segment_ids
         self._pacing = pacing
         self._settle = policy.settle
-        self.prompt = ""  # confident text from before the segment; once over, the one to prompt the next utterance with
+        self.context = Context()  # what was said before the segment; once over, before the next utterance
         self._heard_sample = start_sample
         self._end: _End | None = None
         self._pause_sample: int | None = None
@@ -121,7 +122,7 @@ class Utterance:
     @property
     def keep_from_sample(self) -> int:
         """Audio before this is no longer needed."""
-        return self._start_sample
+        return self.context.lead_start_sample if self.context.lead else self._start_sample
 
     @property
     def is_ended(self) -> bool:
@@ -163,11 +164,14 @@ class Utterance:
             end_sample = self._start_sample + self._pacing.max_span_samples
         retry = self._retry
         self._retry = False
+        context = Context() if retry else self.context
+        start_sample = context.lead_start_sample if context.lead else self._start_sample
         self._pending = DecodeRequest(
             purpose=purpose,
-            span=SpeechSpan(self._start_sample, end_sample),
-            prompt="" if retry else self.prompt,
-            prefix=() if retry else self._committed,
+            span=SpeechSpan(start_sample, end_sample),
+            left_context_samples=self._start_sample - start_sample,
+            prompt=context.prompt,
+            prefix=() if retry else (*context.lead, *self._committed),
             is_retry=retry,
         )
         return self._pending
@@ -267,7 +271,8 @@ class Utterance:
         assert self._end is not None
         self._commit_all()
         self.is_over = True
-        self._carry_prompt(self._committed)
+        spoken = SpeechSpan(self._start_sample, max(self._start_sample, self._end.speech_end_sample))
+        self.context = self.context.followed_by(self._committed, self._quality, spoken)
         return self._final(self._end.reason)
 
     def _commit_all(self) -> None:
@@ -279,10 +284,13 @@ class Utterance:
         everything = self._committed + words
         n_settled = max(len(self._committed), ends_before(everything, request.span.end_sample - CUT_MARGIN_SAMPLES))
         # Nothing to cut at (no words, or none with times): the span is closed whole.
-        cut = choose_cut(everything, request.span, n_settled) or Cut(len(everything), request.span.end_sample)
+        span = SpeechSpan(self._start_sample, request.span.end_sample)
+        cut = choose_cut(everything, span, n_settled) or Cut(len(everything), span.end_sample)
         already_committed = self._committed[cut.n_words :]
         self._committed, self._tentative = everything[: cut.n_words], ()
-        self._carry_prompt(self._committed)
+        self.context = self.context.followed_by(
+            self._committed, self._quality, SpeechSpan(span.start_sample, cut.sample)
+        )
         finals = self._final(EndReason.MAX_SPAN, end_sample=cut.sample)
         self._begin_segment(cut.sample, committed=already_committed)
         return [*finals, *self._finish_if_complete()]
@@ -292,16 +300,13 @@ class Utterance:
         was_shown = self._revision > 0
         return [self._segment(end_reason=reason, end_sample=end_sample)] if self._committed or was_shown else []
 
-    def _carry_prompt(self, words: tuple[Word, ...]) -> None:
-        self.prompt = prompt_from(text_of(words)) if is_confident(self._quality) else ""
-
     def _segment(self, *, end_reason: EndReason | None, end_sample: int | None = None) -> Segment:
         self._revision += 1
         end = end_sample if end_sample is not None else self._heard_sample
         return Segment(
             segment_id=self._segment_id,
             revision=self._revision,
-            words=_in_order(self._committed + self._tentative),
+            words=_in_order(self._committed + self._tentative, self._start_sample),
             n_committed=len(self._committed),
             span=SpeechSpan(self._start_sample, max(end, self._start_sample)),
             language=self._language,
@@ -309,10 +314,10 @@ class Utterance:
         )
 
 
-def _in_order(words: tuple[Word, ...]) -> tuple[Word, ...]:
-    """``words`` with times that never run back: a word decoded again may be heard before the one settled before it."""
+def _in_order(words: tuple[Word, ...], start_sample: int) -> tuple[Word, ...]:
+    """``words`` with times that begin with the segment and never run back, as they might where decoded again."""
     ordered: list[Word] = []
-    latest = 0
+    latest = start_sample
     for word in words:
         if word.start_sample is not None and word.end_sample is not None:
             start = max(word.start_sample, latest)

@@ -115,7 +115,8 @@ def test_a_monologue_is_cut_at_settled_words_and_no_word_is_doubled_or_lost(worl
     finals = of(seen, m.Final)
     assert [final.reason for final in finals[:-1]] == ["max_span"] * (len(finals) - 1) and len(finals) >= 4
     assert text(finals).split() == [word.text.strip() for word in scene.words]
-    assert max(decode.job.chunk.span.n_samples for decode in simulation.decodes) <= 15 * SAMPLE_RATE_HZ
+    longest = max(decode.job.chunk.span.n_samples for decode in simulation.decodes)
+    assert longest <= 20 * SAMPLE_RATE_HZ  # 15 s and the lead
 
 
 def test_times_do_not_drift_after_an_hour_of_skipped_silence(world) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streaming.context import Context
 from streaming.pacing import Pacing
 from streaming.transcript import EndReason, Hypothesis, Quality, Segment, Word
 from streaming.utterance import CommitPolicy, Purpose, Utterance, settle_by_agreement, settle_by_attention
@@ -151,10 +152,12 @@ def test_a_span_at_its_maximum_is_cut_behind_a_sentence_and_the_rest_goes_on() -
     said = words("a b c d e f g h i j k l m n o p q r s t u v w x. y z " + "r " * 10)
     [final] = spoken.decoded(hypothesis(said))
     assert final.end_reason is EndReason.MAX_SPAN and final.words[-1].text == " x."
-    assert final.span.end_sample == spoken.keep_from_sample == 24 * 4_000 - 200
+    assert final.span.end_sample == 24 * 4_000 - 200 > spoken.keep_from_sample
     request = spoken.next_request()
-    assert request is not None and request.span == SpeechSpan(final.span.end_sample, 200_000) and not request.prefix
-    assert request.prompt.endswith("x.")
+    assert request is not None and request.span.end_sample == 200_000
+    lead_start = request.span.start_sample
+    assert request.left_context_samples == final.span.end_sample - lead_start > 0
+    assert request.prefix[-1].text == " x." and request.prompt.startswith("a b")
 
 
 def test_a_span_with_nothing_in_it_is_closed_whole() -> None:
@@ -181,12 +184,12 @@ def test_only_confident_text_becomes_the_next_prompt(quality: Quality) -> None:
     spoken.heard(200_000)
     spoken.next_request()
     spoken.decoded(hypothesis(words("w " * 36), quality))
-    assert bool(spoken.prompt) == (quality is GOOD)
+    assert bool(spoken.context.lead) == (quality is GOOD)
 
 
 def test_a_loop_is_decoded_again_without_prefix_and_prompt() -> None:
     spoken = utterance()
-    spoken.prompt = "before"
+    spoken.context = Context("before", words("so"), 0, 3_600)
     for end_sample in (12_000, 24_000):
         spoken.heard(end_sample)
         spoken.next_request()
@@ -197,6 +200,7 @@ def test_a_loop_is_decoded_again_without_prefix_and_prompt() -> None:
     assert spoken.decoded(hypothesis(words("la " * 200))) == []
     request = spoken.next_request()
     assert request is not None and request.is_retry and not request.prefix and not request.prompt
+    assert request.left_context_samples == 0
     [shown] = spoken.decoded(hypothesis(words("it was the best of times")))
     assert "".join(word.text for word in shown.words) == " it was the best of times"  # the settled words once
 
