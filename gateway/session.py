@@ -626,7 +626,9 @@ class Session:
 
     def _retire(self, spoken: _Spoken, now_s: float) -> list[Effect]:
         self._n_over += 1
-        self._context = spoken.utterance.context
+        next_stream_id = self._spoken[0].stream_id if self._spoken else self._stream_id
+        # Text decoded with other options, in another language say, would only mislead.
+        self._context = spoken.utterance.context if next_stream_id == spoken.stream_id else Context()
         effects = self._report_lag(spoken, now_s)
         if spoken.stream_id != self._stream_id and all(other.stream_id != spoken.stream_id for other in self._spoken):
             effects.append(CloseStream(spoken.stream_id))
