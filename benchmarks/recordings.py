@@ -2,8 +2,8 @@
 
 Reads a manifest of JSON lines beside the recordings (``id``, ``file``, ``kind``, ``language``, ``transcript``,
 ``duration_s``, ``words`` where their times are known). Rates are errors over reference words of all clips of a kind,
-both texts put through Whisper's normaliser; Chinese and Japanese count characters; spelt digits and letters count one by
-one. Knows no recogniser.
+both texts put through Whisper's normaliser; Chinese and Japanese count characters; spelt digits and letters count one
+by one. Knows no recogniser.
 """
 
 import json

@@ -46,7 +46,7 @@ POSITION_SAMPLES = HOP_SAMPLES * FRAMES_PER_POSITION  # 20 ms
 WINDOW_SAMPLES = WINDOW_FRAMES * HOP_SAMPLES
 
 # What follows the speech in a short window (figures: benchmarks/results/whisper_padding.md).
-PADDING_SAMPLES = samples_from_ms(1000)  # real silence, so that the last word ends before the encoder does
+PADDING_SAMPLES = samples_from_ms(500)  # real silence, so that the last word ends before the encoder does
 TAIL_STRIDE = 8  # of the remembered silence behind it
 LOUDEST_FEATURE = (1.5 + 4) / 4  # every window is brought to this level, so that one remembered silence fits all
 QUIETEST_FEATURE = LOUDEST_FEATURE - 8 / 4  # features span eight decades of power, divided by four
@@ -102,7 +102,7 @@ class WhisperEngine:
             silence = torch.full(
                 (1, self._n_mels, FRAMES_PER_POSITION * model.config.n_audio_positions), QUIETEST_FEATURE
             )
-            self._tail = model.decoder.silent_tail(model.encoder(silence), stride=TAIL_STRIDE)
+            self._tail = model.silent_tail(silence, stride=TAIL_STRIDE)
         self._card = ModelCard(
             name=name,
             languages=tokenizer.languages,
@@ -195,7 +195,7 @@ class WhisperEngine:
         loudest = features.max()
         if loudest <= _DIGITAL_SILENCE:
             return None
-        audio = self._model.encoder((features + (LOUDEST_FEATURE - loudest))[None])
+        audio = self._model.encoder((features + (LOUDEST_FEATURE - loudest))[None], self._tail)
         return self._model.decoder.open_cache(audio, self._tail)
 
     def _write(self, cache: DecoderCache, request: Request, rules: Rules, *, with_care: bool) -> Decoded:
@@ -334,7 +334,8 @@ class WhisperEngine:
         frames = token_starts(decoded.alignment_scores.numpy(), decoded.n_head_rows, n_frames)
         n_tokens = n_prefix + len(decoded.tokens)
         frames = np.append(frames, n_frames)[: n_tokens + 1]  # a text that was cut off has no row for its end
-        return np.minimum(frames * POSITION_SAMPLES, n_samples)
+        lag_samples = samples_from_ms(self._model.config.attention_lag_ms)
+        return np.clip(frames * POSITION_SAMPLES - lag_samples, 0, n_samples)
 
     def _words(self, decoded: Decoded, starts: NDArray[np.int64], language: str) -> tuple[Word, ...]:
         return self._tokens_to_words(decoded.tokens, decoded.logprobs, starts, language)

@@ -48,6 +48,36 @@ class Attention(nn.Module):
         return x.view(*x.shape[:2], self.n_heads, -1).transpose(1, 2)  # [B, H, T, D]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SilentTail:
+    """What attention sees of the silence that fills a window up to 30 s: every ``stride``-th position of it.
+
+    Whisper was trained on filled windows only. Over a shorter one the decoder loops, or writes on after the last word:
+    the silence is where its heads rest. So a silent window is encoded once, and its keys and values stand behind every
+    short window's own, each weighing as much as ``stride`` positions (benchmarks/results/whisper_padding.md).
+    """
+
+    encoder_keys: list[Tensor]  # per encoder layer [1, H, n_audio_positions / stride, D]
+    encoder_values: list[Tensor]
+    cross_keys: list[Tensor]  # per decoder layer, likewise
+    cross_values: list[Tensor]
+    stride: int
+
+    def bias(self, n_positions: int) -> Tensor:
+        """What is added to scores [n_positions + n_tail] behind a window of ``n_positions``."""
+        n_tail = self.cross_keys[0].shape[2] - self._first(n_positions)
+        bias = self.cross_keys[0].new_zeros(n_positions + n_tail)
+        bias[n_positions:] = math.log(self.stride)
+        return bias
+
+    def behind(self, own: Tensor, remembered: Tensor) -> Tensor:
+        """``remembered`` behind a window's ``own`` keys or values [1, H, S, D]."""
+        return torch.cat([own, remembered[:, :, self._first(own.shape[2]) :]], dim=2)
+
+    def _first(self, n_positions: int) -> int:
+        return -(-n_positions // self.stride)
+
+
 class EncoderLayer(nn.Module):
     """Pre-norm block: attention over the whole window, then the two-layer perceptron."""
 
@@ -59,11 +89,16 @@ class EncoderLayer(nn.Module):
         self.fc1 = nn.Linear(config.width, config.n_ffn)
         self.fc2 = nn.Linear(config.n_ffn, config.width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, W] → [B, S, W]."""
+    def forward(self, x: Tensor, tail: SilentTail | None, index: int) -> Tensor:
+        """[B, S, W] → [B, S, W]; ``index`` is this layer's in ``tail``."""
         normed = self.self_attn_layer_norm(x)
         keys, values = self.self_attn.keys_values(normed)
-        mixed = functional.scaled_dot_product_attention(self.self_attn.queries(normed), keys, values)
+        bias = None
+        if tail is not None:
+            bias = tail.bias(x.shape[1])[None]  # [1, S + tail], the same for every query
+            keys = tail.behind(keys, tail.encoder_keys[index])
+            values = tail.behind(values, tail.encoder_values[index])
+        mixed = functional.scaled_dot_product_attention(self.self_attn.queries(normed), keys, values, attn_mask=bias)
         x = x + self.self_attn.output(mixed)
         hidden: Tensor = self.fc2(functional.gelu(self.fc1(self.final_layer_norm(x))))
         return x + hidden
@@ -81,8 +116,8 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.n_encoder_layers))
         self.layer_norm = nn.LayerNorm(config.width)
 
-    def forward(self, mel: Tensor) -> Tensor:
-        """[B, n_mels, 2·S] → [B, S, W].
+    def forward(self, mel: Tensor, tail: SilentTail | None = None) -> Tensor:
+        """[B, n_mels, 2·S] → [B, S, W]. With ``tail`` (B = 1) the silence up to the full window is attended to.
 
         Raises:
             ValueError: for more frames than there are positions, or an odd number of them.
@@ -92,27 +127,26 @@ class Encoder(nn.Module):
             raise ValueError(
                 f"the encoder takes an even number of mel frames up to {2 * self.n_positions}, not {n_frames}"
             )
-        x = functional.gelu(self.conv1(mel))
-        x = functional.gelu(self.conv2(x)).transpose(1, 2)  # [B, S, W]
-        x = x + self.embed_positions.weight[: x.shape[1]]
-        for layer in self.layers:
-            x = layer(x)
+        x = self._embed(mel)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, tail, index)
         normed: Tensor = self.layer_norm(x)
         return normed
 
+    def keys_values(self, mel: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What the layers attend to in a window: keys and values [B, H, S, D] of each."""
+        x = self._embed(mel)
+        attended = []
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, EncoderLayer)  # a ModuleList forgets what it holds
+            attended.append(layer.self_attn.keys_values(layer.self_attn_layer_norm(x)))
+            x = layer(x, None, index)
+        return attended
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SilentTail:
-    """What the decoder sees of the silence that fills a window up to 30 s: every ``stride``-th position of it.
-
-    The decoder was trained on filled windows only. Over a shorter one it loops or goes on after the last word, since
-    the silence is where its heads rest; the encoder does not miss it. So the silence is encoded once, and its keys and
-    values stand behind every short window, each for ``stride`` positions (benchmarks/results/whisper_padding.md).
-    """
-
-    keys: list[Tensor]  # per layer [1, H, n_audio_positions / stride, D]
-    values: list[Tensor]  # per layer [1, H, n_audio_positions / stride, D]
-    stride: int
+    def _embed(self, mel: Tensor) -> Tensor:
+        x = functional.gelu(self.conv1(mel))
+        x = functional.gelu(self.conv2(x)).transpose(1, 2)  # [B, S, W]
+        return x + self.embed_positions.weight[: x.shape[1]]
 
 
 @dataclass(slots=True, eq=False)
@@ -179,41 +213,29 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.n_decoder_layers))
         self.layer_norm = nn.LayerNorm(config.width)
 
-    def silent_tail(self, silence: Tensor, *, stride: int) -> SilentTail:
-        """The tail for audio states [1, n_audio_positions, W] of a silent window."""
-        thinned = silence[:, stride // 2 :: stride]
-        crossed = self._cross_keys_values(thinned)
-        return SilentTail([keys for keys, _ in crossed], [values for _, values in crossed], stride)
-
     def open_cache(self, audio: Tensor, tail: SilentTail | None = None) -> DecoderCache:
         """A cache without tokens for audio states [B, S, W]; the keys and values of the audio are computed here, once.
 
         With ``tail`` (B = 1) the silence up to the full window follows the audio, also in the alignment scores.
         """
-        crossed = self._cross_keys_values(audio)
+        crossed = self.keys_values(audio)
         batch, n_heads, n_positions, head_size = crossed[0][0].shape
-        audio_bias = None
         if tail is not None:
-            first = -(-n_positions // tail.stride)
             crossed = [
-                (
-                    torch.cat([keys, tail_keys[:, :, first:]], dim=2),
-                    torch.cat([values, tail_values[:, :, first:]], dim=2),
-                )
-                for (keys, values), tail_keys, tail_values in zip(crossed, tail.keys, tail.values, strict=True)
+                (tail.behind(keys, tail.cross_keys[index]), tail.behind(values, tail.cross_values[index]))
+                for index, (keys, values) in enumerate(crossed)
             ]
-            audio_bias = audio.new_zeros(crossed[0][0].shape[2])
-            audio_bias[n_positions:] = math.log(tail.stride)
         room = (batch, n_heads, self.n_positions, head_size)
         return DecoderCache(
             cross_keys=[keys.contiguous() for keys, _ in crossed],
             cross_values=[values.contiguous() for _, values in crossed],
             self_keys=[audio.new_empty(room) for _ in self.layers],
             self_values=[audio.new_empty(room) for _ in self.layers],
-            audio_bias=audio_bias,
+            audio_bias=None if tail is None else tail.bias(n_positions),
         )
 
-    def _cross_keys_values(self, audio: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def keys_values(self, audio: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What the layers attend to in audio states [B, S, W]: keys and values [B, H, S, D] of each."""
         crossed = []
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)  # a ModuleList forgets what it holds
@@ -258,6 +280,19 @@ class Whisper(nn.Module):
         head = nn.Linear(config.width, config.n_vocab, bias=False)
         head.weight = self.decoder.embed_tokens.weight
         self.proj_out: nn.Module = head
+
+    def silent_tail(self, mel: Tensor, *, stride: int) -> SilentTail:
+        """The tail from the features [1, n_mels, 2·n_audio_positions] of a silent window."""
+        every = slice(stride // 2, None, stride)
+        encoded = [(keys[:, :, every], values[:, :, every]) for keys, values in self.encoder.keys_values(mel)]
+        crossed = self.decoder.keys_values(self.encoder(mel)[:, every])
+        return SilentTail(
+            encoder_keys=[keys for keys, _ in encoded],
+            encoder_values=[values for _, values in encoded],
+            cross_keys=[keys for keys, _ in crossed],
+            cross_values=[values for _, values in crossed],
+            stride=stride,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., W] → float32 logits [..., V]."""

@@ -8,18 +8,18 @@ scores, rows and encoder frames of 20 ms. Does not know tokens, words or samples
 import numpy as np
 from numpy.typing import NDArray
 
-MEDIAN_WIDTH_FRAMES = 7
+MEDIAN_WIDTH_FRAMES = 3
 
 
 def token_starts(scores: NDArray[np.float32], n_head_rows: int, n_frames: int) -> NDArray[np.int64]:
     """First frame of each row behind the head, [n_rows - n_head_rows], from scores [n_heads, n_rows, >= n_frames].
 
-    Row ``n_head_rows + i`` is the position that predicts token ``i``; the row behind the last token is its end.
+    Row ``n_head_rows + i`` is the position that predicts token ``i``; the row behind the last token is its end. Plain
+    probabilities are averaged: openai-whisper's standardising by column moved starts further from the references (81
+    for 101 ms mean, tiny.en), and its median over 7 frames did not help more than one over 3.
     """
-    weights = softmax(scores[:, :, :n_frames])
-    standardised = (weights - weights.mean(axis=1, keepdims=True)) / (weights.std(axis=1, keepdims=True) + 1e-9)
-    smooth = median_filter(standardised, MEDIAN_WIDTH_FRAMES)
-    return warp(-smooth.mean(axis=0)[n_head_rows:])
+    weights = median_filter(softmax(scores[:, n_head_rows:, :n_frames]), MEDIAN_WIDTH_FRAMES)
+    return warp(-weights.mean(axis=0))
 
 
 def softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:

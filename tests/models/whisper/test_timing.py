@@ -55,3 +55,14 @@ def test_the_median_filter_is_numpys_median_of_mirrored_neighbours(values: NDArr
 
 def test_a_row_shorter_than_the_filter_stays_as_it_is() -> None:
     np.testing.assert_array_equal(timing.median_filter(np.ones((1, 3), np.float32), 7), np.ones((1, 3), np.float32))
+
+
+def test_tokens_start_where_their_heads_look() -> None:
+    rng = np.random.default_rng(0)
+    starts = [0, 7, 20, 33]
+    scores = rng.normal(size=(3, 2 + len(starts), 60)).astype(np.float32)
+    for row, (start, end) in enumerate(zip(starts, [*starts[1:], 40], strict=True)):
+        scores[:, 2 + row, start:end] += 8
+    scores[:, :, 40:] += 100  # the silence behind the window is not looked at
+    found = timing.token_starts(scores, n_head_rows=2, n_frames=40)
+    assert np.abs(found - starts).max() <= 1
