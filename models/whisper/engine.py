@@ -39,7 +39,7 @@ from .decode import (
     with_fallback,
 )
 from .reference import DecoderCache, Whisper
-from .timing import token_starts
+from .timing import token_spans
 
 FRAMES_PER_POSITION = 2
 POSITION_SAMPLES = HOP_SAMPLES * FRAMES_PER_POSITION  # 20 ms
@@ -242,11 +242,13 @@ class WhisperEngine:
         quality = _quality(decoded, self._tokenizer.decode(decoded.tokens))
         if chunk.is_final and is_silent(decoded):
             return Hypothesis((), language, quality)
-        starts = self._starts(decoded, len(request.prefix), n_samples) + chunk.span.start_sample
+        n_prefix = len(request.prefix)
+        times = self._times(decoded, n_prefix, n_samples) + chunk.span.start_sample
         stream.last_tokens = [*request.prefix, *decoded.tokens]
-        stream.last_starts = starts[: len(stream.last_tokens)].tolist()
-        words = self._words(decoded, starts[len(request.prefix) :], language)
-        return Hypothesis(words, language, quality)
+        stream.last_starts = times[0].tolist()
+        return Hypothesis(
+            self._words(decoded.tokens, decoded.logprobs, times[:, n_prefix:], language), language, quality
+        )
 
     def _request(self, stream: WhisperStream, chunk: Chunk, language: str) -> Request:
         prefix = self._tokenizer.encode("".join(word.text for word in chunk.prefix))
@@ -302,15 +304,15 @@ class WhisperEngine:
         advance_samples = len(samples)
         if n_positions is not None and len(samples) == WINDOW_SAMPLES:
             advance_samples = n_positions * POSITION_SAMPLES
-        starts = self._starts(decoded, 0, len(samples)) + position
-        segments = [self._segment(decoded, part, starts, language, position, len(samples)) for part in parts]
+        times = self._times(decoded, 0, len(samples)) + position
+        segments = [self._segment(decoded, part, times, language, position, len(samples)) for part in parts]
         return [segment for segment in segments if segment.words], max(advance_samples, MIN_WINDOW_SAMPLES)
 
     def _segment(
         self,
         decoded: Decoded,
         part: TimedTokens,
-        starts: NDArray[np.int64],
+        times: NDArray[np.int64],
         language: str,
         position: int,
         n_samples: int,
@@ -320,38 +322,34 @@ class WhisperEngine:
             position + min(part.start_position * POSITION_SAMPLES, n_samples),
             position + min(end_position * POSITION_SAMPLES, n_samples),
         )
-        tokens = decoded.tokens[part.begin : part.end]
-        words = self._tokens_to_words(
-            tokens, decoded.logprobs[part.begin : part.end], starts[part.begin : part.end + 1], language
-        )
+        own = slice(part.begin, part.end)
+        words = self._words(decoded.tokens[own], decoded.logprobs[own], times[:, own], language)
         return TranscribedSegment(span, words, language, _quality(decoded, self._tokenizer.decode(decoded.tokens)))
 
     # ------------------------------------------------------------------ words
 
-    def _starts(self, decoded: Decoded, n_prefix: int, n_samples: int) -> NDArray[np.int64]:
-        """Sample at which each token begins, prefix first, and where the last one ends; [n_tokens + 1]."""
+    def _times(self, decoded: Decoded, n_prefix: int, n_samples: int) -> NDArray[np.int64]:
+        """Samples at which each token starts and ends, prefix first; [2, n_tokens]."""
         n_frames = max(n_samples // POSITION_SAMPLES, 1)
-        frames = token_starts(decoded.alignment_scores.numpy(), decoded.n_head_rows, n_frames)
         n_tokens = n_prefix + len(decoded.tokens)
-        frames = np.append(frames, n_frames)[: n_tokens + 1]  # a text that was cut off has no row for its end
-        lag_samples = samples_from_ms(self._model.config.attention_lag_ms)
-        return np.clip(frames * POSITION_SAMPLES - lag_samples, 0, n_samples)
+        spans = token_spans(decoded.alignment_scores.numpy(), decoded.n_head_rows, n_frames, n_tokens)
+        lags_samples = [[samples_from_ms(lag_ms)] for lag_ms in self._model.config.attention_lags_ms]
+        times: NDArray[np.int64] = np.clip(np.stack(spans) * POSITION_SAMPLES - lags_samples, 0, n_samples)
+        return times
 
-    def _words(self, decoded: Decoded, starts: NDArray[np.int64], language: str) -> tuple[Word, ...]:
-        return self._tokens_to_words(decoded.tokens, decoded.logprobs, starts, language)
-
-    def _tokens_to_words(
-        self, tokens: Sequence[int], logprobs: Sequence[float], starts: NDArray[np.int64], language: str
+    def _words(
+        self, tokens: Sequence[int], logprobs: Sequence[float], times: NDArray[np.int64], language: str
     ) -> tuple[Word, ...]:
-        """Words with their marks; ``starts`` [n_tokens + 1] are samples. A word's times are those of its letters."""
+        """Words with their marks; ``times`` [2, n_tokens] are samples. A word's times are those of its letters."""
         pieces = self._tokenizer.split_words(tokens, language)
         edges = np.cumsum([0, *(len(ids) for _, ids in pieces)])
         words = []
         for group in group_words([text for text, _ in pieces], language):
             text = "".join(text for text, _ in pieces[group.start : group.stop])
             probabilities = np.exp(logprobs[edges[group.start] : edges[group.stop]])
-            start, end = starts[edges[group.spoken_start]], starts[edges[group.spoken_stop]]
-            words.append(Word(text, int(start), int(end), float(probabilities.mean())))
+            start = int(times[0, edges[group.spoken_start]])
+            end = max(start, int(times[1, edges[group.spoken_stop] - 1]))
+            words.append(Word(text, start, end, float(probabilities.mean())))
         return tuple(word for word in words if word.text.strip())
 
 

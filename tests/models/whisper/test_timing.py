@@ -57,12 +57,29 @@ def test_a_row_shorter_than_the_filter_stays_as_it_is() -> None:
     np.testing.assert_array_equal(timing.median_filter(np.ones((1, 3), np.float32), 7), np.ones((1, 3), np.float32))
 
 
-def test_tokens_start_where_their_heads_look() -> None:
-    rng = np.random.default_rng(0)
-    starts = [0, 7, 20, 33]
-    scores = rng.normal(size=(3, 2 + len(starts), 60)).astype(np.float32)
-    for row, (start, end) in enumerate(zip(starts, [*starts[1:], 40], strict=True)):
+def attention(spans: list[tuple[int, int]], *, n_columns: int) -> NDArray[np.float32]:
+    """Scores of three heads, two head rows first, that look at ``spans``."""
+    scores = np.random.default_rng(0).normal(size=(3, 2 + len(spans), n_columns)).astype(np.float32)
+    for row, (start, end) in enumerate(spans):
         scores[:, 2 + row, start:end] += 8
+    return scores
+
+
+def test_tokens_lie_where_their_heads_look() -> None:
+    scores = attention([(0, 7), (7, 20), (20, 33), (33, 40)], n_columns=60)
     scores[:, :, 40:] += 100  # the silence behind the window is not looked at
-    found = timing.token_starts(scores, n_head_rows=2, n_frames=40)
-    assert np.abs(found - starts).max() <= 1
+    starts, ends = timing.token_spans(scores, n_head_rows=2, n_frames=40, n_tokens=3)
+    assert np.abs(starts - [0, 7, 20]).max() <= 1
+    assert np.abs(ends - [7, 20, 33]).max() <= 1
+
+
+def test_a_pause_before_a_token_is_not_part_of_it() -> None:
+    scores = attention([(12, 18), (30, 36), (36, 40)], n_columns=40)
+    starts, _ = timing.token_spans(scores, n_head_rows=2, n_frames=40, n_tokens=2)
+    assert np.abs(starts - [12, 30]).max() <= 2
+
+
+def test_without_a_row_behind_it_the_last_token_ends_with_the_window() -> None:
+    scores = attention([(0, 10), (10, 20)], n_columns=40)
+    _, ends = timing.token_spans(scores, n_head_rows=2, n_frames=40, n_tokens=2)
+    assert ends[-1] == 40
