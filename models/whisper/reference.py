@@ -75,7 +75,8 @@ class SilentTail:
         return torch.cat([own, remembered[:, :, self._first(own.shape[2]) :]], dim=2)
 
     def _first(self, n_positions: int) -> int:
-        return -(-n_positions // self.stride)
+        """Index of the first remembered position behind ``n_positions``; where nothing is left, one past the last."""
+        return min(-(-n_positions // self.stride), self.cross_keys[0].shape[2])
 
 
 class EncoderLayer(nn.Module):

@@ -129,6 +129,15 @@ def test_a_remembered_position_weighs_as_much_as_those_it_stands_for() -> None:
     assert tail.bias(6).exp().tolist() == pytest.approx([1.0] * 6 + [4.0] * 8)
 
 
+@pytest.mark.parametrize("n_positions", [37, 38, 39, 40, 41])
+def test_behind_a_full_window_nothing_is_remembered(n_positions: int) -> None:
+    remembered = torch.zeros(1, 1, 10, 1)
+    tail = SilentTail([remembered], [remembered], [remembered], [remembered], stride=4)
+    own = torch.zeros(1, 1, n_positions, 1)
+    assert tail.behind(own, remembered).shape[2] == n_positions
+    assert tail.bias(n_positions).tolist() == [0.0] * n_positions
+
+
 def test_a_window_longer_than_the_positions_is_refused() -> None:
     model = Whisper(CONFIGS["deep"])
     with pytest.raises(ValueError, match="even number of mel frames up to 120"):
