@@ -63,6 +63,7 @@ def test_every_requirement_is_pinned_to_what_it_allows() -> None:
     wrong = [
         str(requirement)
         for requirement in requirements()
+        if requirement.name != "nvidia-cuda-nvrtc"  # constraints.txt says why
         if not requirement.specifier.contains(pins().get(canonicalize_name(requirement.name), "0"))
     ]
     assert wrong == []

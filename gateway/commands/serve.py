@@ -1,7 +1,6 @@
 """`senseway serve`: load the models and serve until interrupted."""
 
 import argparse
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ def listening_problem(server: ServerConfig) -> str | None:
         with socket.create_server((server.host, server.port), family=family):
             return None
     except OSError as error:
-        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        reason = str(error.strerror).partition(" (while")[0]  # the address stands in the message already
         return f"can't listen on {server.host} port {server.port}: {reason}"
 
 
