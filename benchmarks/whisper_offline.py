@@ -14,6 +14,7 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -61,7 +62,9 @@ def theirs(files: ModelFiles) -> Recogniser:
     """faster-whisper. Its word times need a second pass, which its CPU time leaves out, as it does without them."""
     from faster_whisper import WhisperModel
 
-    model = WhisperModel(str(files.folder), device="cpu", compute_type="int8", cpu_threads=1)
+    with tempfile.TemporaryDirectory() as folder:
+        link_with_vocabulary(files, Path(folder))
+        model = WhisperModel(folder, device="cpu", compute_type="int8", cpu_threads=1)
     options: dict[str, Any] = {"beam_size": 1, "best_of": 1, "condition_on_previous_text": False}
 
     def recognise(samples: NDArray[np.float32], language: str) -> Answer:
@@ -73,6 +76,18 @@ def theirs(files: ModelFiles) -> Recogniser:
         return Answer("".join(segment.text for segment in segments), timed, cpu_s)
 
     return recognise
+
+
+def link_with_vocabulary(files: ModelFiles, folder: Path) -> None:
+    """The model's files in ``folder`` with what CTranslate2 wants besides: the tokens in the order of their ids."""
+    for path in (files.weights, files.tokenizer, files.config):
+        (folder / path.name).symlink_to(path)
+    content = json.loads(files.tokenizer.read_bytes())
+    ids = content["model"]["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
+    tokens = sorted(ids, key=ids.__getitem__)
+    if "<|0.00|>" not in ids:  # files of English-only models end before the timestamps
+        tokens += [f"<|{index * 0.02:.2f}|>" for index in range(1501)]
+    (folder / "vocabulary.json").write_text(json.dumps(tokens))
 
 
 def run(name: str, recognise: Recogniser, recordings: Sequence[Recording]) -> Run:
