@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 
+from msgspec import UnsetType
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
@@ -19,8 +20,8 @@ from gateway.codec import CODECS, Codec, choose_subprotocol
 from gateway.config import Config
 from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Send
 from gateway.errors import ClientError, GatewayError, ServerError
-from gateway.messages import Error, Partial, ServerMessage
-from gateway.session import DecodeJob, ServedModel, Session
+from gateway.messages import Error, Hello, Partial, ServerMessage
+from gateway.session import DecodeJob, ServedModel, Session, State
 from gateway.worker import Worker
 from vad.audio import seconds
 from vad.detector import SpeechDetector
@@ -28,6 +29,7 @@ from vad.detector import SpeechDetector
 log = logging.getLogger("senseway")
 
 MAX_OUTGOING = 512  # messages waiting for a client that does not read, superseded partials not counted
+MAX_GREETING = 16  # connections beyond max_sessions that have not said hello yet
 GOODBYE_TIMEOUT_S = 2.0  # for a last message to a client that may no longer read
 
 
@@ -191,6 +193,9 @@ class Server:
             refusal = error
             self._feed(seat, lambda now_s: seat.session.refuse(refusal))
             return seat
+        if isinstance(message, Hello) and isinstance(message.resume, UnsetType) and self._is_full(seat):
+            connection.give_up(ServerError("server_full", "no room for another session; try again later"), 1013)
+            return seat
         self._feed(seat, lambda now_s: seat.session.receive(message, now_s))
         # A hello that wants another session back has moved this connection to that one's seat.
         return next((other for other in self._seats.values() if other.connection is connection), seat)
@@ -202,8 +207,15 @@ class Server:
         sender.cancel()
         await asyncio.gather(sender, return_exceptions=True)
 
+    def _is_full(self, greeting: Seat) -> bool:
+        """Whether there is no room for the new session that ``greeting`` asks for."""
+        others = (seat for seat in self._seats.values() if seat is not greeting)
+        n_open = sum(seat.session.state is not State.GREETING for seat in others)
+        return greeting.session.state is State.GREETING and n_open >= self._config.server.max_sessions
+
     def _new_seat(self) -> Seat | None:
-        if self._is_stopping or len(self._seats) >= self._config.server.max_sessions:
+        # A few more than may stay: who wants a lost session back must get as far as saying so.
+        if self._is_stopping or len(self._seats) >= self._config.server.max_sessions + MAX_GREETING:
             return None
         session = Session(
             secrets.token_urlsafe(16),

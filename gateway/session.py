@@ -310,7 +310,9 @@ class Session:
             assert isinstance(window, AudioFrame)
             effects += self._gated(self._gate.push(window.start_sample, float(probability)), EndReason.SILENCE, now_s)
             if self._gate.is_speech:
-                self._spoken[-1].utterance.heard(window.end_sample)
+                # Never more of the silence behind the voice than the span will have: so the final says the same
+                # whether or not a decode happened to come by during the hangover.
+                self._spoken[-1].utterance.heard(self._gate.keep_from_sample)
         self._forget_audio(now_s)
         return [*effects, *self._pass_barriers(now_s), *self._acknowledge()]
 
@@ -584,8 +586,9 @@ class Session:
                 case vad_gate.SpeechStarted(start_sample, onset_sample):
                     effects.append(self._event(SpeechStarted(0, _wire_s(start_sample), _wire_s(onset_sample))))
                     self._begin_utterance(start_sample)
-                case vad_gate.SpeechPaused(at_sample):
-                    self._spoken[-1].utterance.paused(at_sample)
+                case vad_gate.SpeechPaused():
+                    self._spoken[-1].utterance.heard(self._gate.keep_from_sample)
+                    self._spoken[-1].utterance.paused()
                 case vad_gate.SpeechResumed():
                     self._spoken[-1].utterance.resumed()
                 case vad_gate.SpeechEnded(end_sample, speech_end_sample):

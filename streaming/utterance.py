@@ -19,8 +19,8 @@ from vad.audio import SpeechSpan, samples_from_ms
 
 # How close to the edge of the audio a word may end and still be trusted: LocalAgreement wants two hypotheses besides,
 # AlignAtt does with one and so keeps a wider margin. Figures: benchmarks/results/streaming_policies.md.
-AGREEMENT_MARGIN_SAMPLES = samples_from_ms(200)
-ATTENTION_MARGIN_SAMPLES = samples_from_ms(1_000)
+AGREEMENT_MARGIN_SAMPLES = samples_from_ms(800)
+ATTENTION_MARGIN_SAMPLES = samples_from_ms(1_500)
 CUT_MARGIN_SAMPLES = samples_from_ms(600)
 
 Settle = Callable[[Sequence[Word], Sequence[Word], int], int]
@@ -112,7 +112,8 @@ class Utterance:
         self.context = Context()  # what was said before the segment; once over, before the next utterance
         self._heard_sample = start_sample
         self._end: _End | None = None
-        self._pause_sample: int | None = None
+        self._is_paused = False
+        self._pause_is_due = False  # for its decode
         self._pending: DecodeRequest | None = None
         self.is_over = False
         self._begin_segment(start_sample, committed=())
@@ -134,13 +135,13 @@ class Utterance:
         if self._end is None:
             self._heard_sample = max(self._heard_sample, until_sample)
 
-    def paused(self, at_sample: int) -> None:
+    def paused(self) -> None:
         """The speaker has been silent for a moment: worth a decode that may serve as the final."""
-        self._pause_sample = at_sample
+        self._is_paused = self._pause_is_due = True
 
     def resumed(self) -> None:
         """It was only a pause."""
-        self._pause_sample = None
+        self._is_paused = self._pause_is_due = False
         self._complete = None
 
     def ended(self, *, end_sample: int, speech_end_sample: int, reason: EndReason) -> list[Segment]:
@@ -164,6 +165,7 @@ class Utterance:
             end_sample = self._start_sample + self._pacing.max_span_samples
         retry = self._retry
         self._retry = False
+        self._pause_is_due = self._pause_is_due and purpose is not Purpose.PAUSE
         context = Context() if retry else self.context
         start_sample = context.lead_start_sample if context.lead else self._start_sample
         self._pending = DecodeRequest(
@@ -185,8 +187,8 @@ class Utterance:
             return Purpose.CUT
         if self._end is not None:
             return Purpose.FINAL
-        if self._pause_sample is not None:
-            return Purpose.PAUSE if self._retry or self._decoded_sample < self._pause_sample else None
+        if self._is_paused:
+            return Purpose.PAUSE if self._retry or self._pause_is_due else None
         due = self._retry or partial_is_due(span_samples, self._decoded_sample - self._start_sample, self._pacing)
         return Purpose.PARTIAL if due else None
 

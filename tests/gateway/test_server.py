@@ -259,12 +259,26 @@ def test_one_session_too_many_is_turned_away_politely(engine: ScriptedEngine) ->
         stream.send(json.dumps(HELLO))
         hear(stream, "ready")
         with open_stream(address) as other:
+            other.send(json.dumps(HELLO))
             assert hear(other, "error")["code"] == "server_full"
             with pytest.raises(ConnectionClosed) as caught:
                 other.recv(timeout=DEADLINE_S)
             assert caught.value.rcvd is not None and caught.value.rcvd.code == 1013
         stream.send(speech(2.0))
         assert finals(finish(stream)) == "it was the best of times"
+
+
+def test_a_full_server_gives_a_lost_session_back(engine: ScriptedEngine) -> None:
+    with served(engine, max_sessions=1) as address:
+        with open_stream(address) as stream:
+            stream.send(json.dumps(HELLO))
+            session_id = hear(stream, "ready")["session_id"]
+            stream.socket.shutdown(socket.SHUT_RDWR)
+        with open_stream(address) as stream:
+            tell(stream, type="hello", resume={"session_id": session_id, "last_event": 0})
+            assert hear(stream, "ready")["resumed"]
+            stream.send(speech(2.0))
+            assert finals(finish(stream)) == "it was the best of times"
 
 
 def test_a_model_that_fails_costs_nobody_else_anything() -> None:

@@ -1,5 +1,6 @@
 """One caller's state machine, on a virtual clock with an engine that reads the words out of the sound."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -82,6 +83,18 @@ def test_any_packet_cuts_and_engine_delays_give_the_same_words(world, layout, n_
         scene = world.make_scene(layout[:2])
     seen, _ = play(world, scene, delay_s=delay_s, n_bytes=n_bytes)
     assert text(of(seen, m.Final)).split() == [word.text.strip() for word in scene.words]
+
+
+@pytest.mark.parametrize("trail_samples", range(0, 8_001, 800))
+def test_a_word_that_trails_off_is_heard_the_same_whatever_the_engine_delay(world, trail_samples) -> None:
+    scene = world.make_scene([0.5, 5, 1.5])
+    *words, last = scene.words
+    script = (*words, replace(last, end_sample=last.end_sample + trail_samples))
+    texts = set()
+    for delay_s in (0.0, 0.05, 0.15, 0.3, 0.6, 1.5):
+        seen, _ = play(world, scene, delay_s=delay_s, engine=world.Engine(script))
+        texts.add(text(of(seen, m.Final)))
+    assert len(texts) == 1
 
 
 @settings(max_examples=25, deadline=None)

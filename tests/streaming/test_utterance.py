@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from streaming.context import Context
 from streaming.pacing import Pacing
 from streaming.transcript import EndReason, Hypothesis, Quality, Segment, Word
-from streaming.utterance import CommitPolicy, Purpose, Utterance, settle_by_agreement, settle_by_attention
+from streaming.utterance import ATTENTION_MARGIN_SAMPLES, CommitPolicy, Purpose, Utterance, settle_by_agreement, settle_by_attention
 from vad.audio import SpeechSpan
 
 PACING = Pacing(first_partial_samples=8_000, partial_interval_samples=8_000, max_span_samples=160_000)
@@ -90,7 +90,7 @@ def test_a_hypothesis_that_changes_nothing_is_not_shown_again() -> None:
 
 def test_attention_settles_with_one_hypothesis_what_lies_well_before_the_edge() -> None:
     heard = words("it was the best of times")  # each 0.25 s
-    assert settle_by_attention((), heard, 24_000 + 400) == 2
+    assert settle_by_attention((), heard, 7_600 + ATTENTION_MARGIN_SAMPLES) == 2
     assert settle_by_attention((), heard, 64_000) == 6
     assert settle_by_agreement((), heard, 64_000) == 0
 
@@ -104,7 +104,7 @@ def test_agreement_without_times_keeps_the_last_word_open() -> None:
 def test_decode_made_at_the_pause_serves_as_the_final() -> None:
     spoken = utterance()
     spoken.heard(20_000)
-    spoken.paused(20_000)
+    spoken.paused()
     request = spoken.next_request()
     assert request is not None and request.purpose is Purpose.PAUSE and request.is_final
     spoken.decoded(hypothesis(words("it was the best")))
@@ -116,7 +116,7 @@ def test_decode_made_at_the_pause_serves_as_the_final() -> None:
 def test_a_pause_that_ends_makes_its_decode_a_partial_again() -> None:
     spoken = utterance()
     spoken.heard(20_000)
-    spoken.paused(20_000)
+    spoken.paused()
     spoken.next_request()
     spoken.decoded(hypothesis(words("it was")))
     spoken.resumed()
@@ -129,7 +129,7 @@ def test_a_pause_that_ends_makes_its_decode_a_partial_again() -> None:
 def test_the_end_that_comes_during_a_decode_waits_for_it() -> None:
     spoken = utterance()
     spoken.heard(20_000)
-    spoken.paused(20_000)
+    spoken.paused()
     spoken.next_request()
     assert spoken.ended(end_sample=20_000, speech_end_sample=16_500, reason=EndReason.SILENCE) == []
     [final] = spoken.decoded(hypothesis(words("it was")))
@@ -260,7 +260,7 @@ def test_whatever_the_engine_says_settled_words_stay_and_it_ends(steps: list[tup
         at += n_samples
         spoken.heard(at)
         if pauses:
-            spoken.paused(at)
+            spoken.paused()
         if (request := spoken.next_request()) is not None:
             start = request.span.start_sample + 4_000 * len(request.prefix)
             segments += spoken.decoded(hypothesis(words(" ".join("abcdef"[:n_words]), start_sample=start)))
