@@ -1,36 +1,35 @@
 """Streamed error rate, latency and flicker of commit policies and settings, on a virtual clock.
 
-Every clip is played in real time through a session, one at a time; a decode takes the CPU time it took, divided by the
-threads it ran on. The network and other sessions are left out; ``streaming.py`` measures with both.
+Every clip is played in real time through a session of its own; a decode takes the CPU time it took on one thread. The
+network and other sessions are left out; ``streaming.py`` measures with both.
 """
 
 import argparse
+import multiprocessing
+import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks.recordings import (
-    DEFAULT_MANIFEST,
-    ENGLISH,
-    Answer,
-    Recording,
-    normalise,
-    read_manifest,
-    score,
-    score_one,
-)
-from benchmarks.report import RESULTS, heading
+from benchmarks.recordings import DEFAULT_MANIFEST, ENGLISH, Answer, Recording, read_manifest, score
+from benchmarks.report import heading
 from gateway import messages as m
 from gateway.config import SessionConfig
-from gateway.session import DecodeJob, ServedModel, Session
+from gateway.session import ServedModel, Session, StreamSettings
 from gateway.simulation import Seen, Simulation
 from models.catalog import load_engine
-from streaming.engine import SpeechEngine
+from streaming import context, utterance
+from streaming.engine import Chunk, DecodeOptions, EngineStream, SpeechEngine
+from streaming.pacing import Pacing
+from streaming.transcript import Hypothesis
 from streaming.utterance import CommitPolicy
-from vad.audio import SAMPLE_RATE_HZ
+from vad.audio import SAMPLE_RATE_HZ, samples_from_ms
 from vad.gate import GateSettings
 from vad.silero import SileroDetector
 
@@ -50,20 +49,27 @@ class Figures:
     audio_s: float = 0.0
     n_decodes: int = 0
 
+    def add(self, other: "Figures") -> None:
+        """Take another clip's figures in."""
+        self.answers |= other.answers
+        self.first_partial_s += other.first_partial_s
+        self.final_s += other.final_s
+        self.n_changed += other.n_changed
+        self.n_words += other.n_words
+        self.cpu_s += other.cpu_s
+        self.audio_s += other.audio_s
+        self.n_decodes += other.n_decodes
+
 
 def play(
-    recording: Recording,
-    engine: SpeechEngine,
-    detector: SileroDetector,
-    config: SessionConfig,
-    gate: GateSettings,
-    n_threads: int,
+    recording: Recording, engine: SpeechEngine, detector: SileroDetector, config: SessionConfig, gate: GateSettings
 ) -> tuple[list[Seen], Simulation]:
     """One clip in real time, with a second and a half of silence behind it."""
     samples = np.concatenate([recording.samples(), np.zeros(SAMPLE_RATE_HZ * 3 // 2, np.float32)])
     models = {"model": ServedModel(engine.card, m.EngineItem(engine.backend, engine.why))}
-    session = Session("simulated", models, detector.initial_state(), config=config, gate=gate, now_s=0.0)
-    simulation = Simulation(session, Timed(engine, n_threads), detector, cost_s=lambda job: Timed.last_cost_s)
+    caller = Session("simulated", models, detector.initial_state(), config=config, gate=gate, now_s=0.0)
+    timed = Timed(engine)
+    simulation = Simulation(caller, timed, detector, cost_s=lambda job: timed.last_cost_s)
     language = m.UNSET if len(engine.card.languages) == 1 else recording.language
 
     def inputs() -> Iterator[tuple[float, m.ClientMessage]]:
@@ -77,20 +83,25 @@ def play(
 
 
 class Timed:
-    """An engine whose last decode's cost is known: CPU seconds over threads, so that a busy machine does not distort it."""
+    """An engine whose last decode's cost is known, in CPU seconds, so that a busy machine does not distort it."""
 
-    last_cost_s = 0.0
+    def __init__(self, engine: SpeechEngine) -> None:
+        self._engine = engine
+        self.last_cost_s = 0.0
 
-    def __init__(self, engine: SpeechEngine, n_threads: int) -> None:
-        self._engine, self._n_threads = engine, n_threads
+    def open(self, options: DecodeOptions) -> EngineStream:
+        """See ``SpeechEngine``."""
+        return self._engine.open(options)
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._engine, name)
+    def close(self, stream: EngineStream) -> None:
+        """See ``SpeechEngine``."""
+        self._engine.close(stream)
 
-    def decode(self, batch):  # type: ignore[no-untyped-def]  # the protocol's
+    def decode(self, batch: Sequence[tuple[EngineStream, Chunk]]) -> list[Hypothesis]:
+        """See ``SpeechEngine``."""
         began = time.process_time()
         answer = self._engine.decode(batch)
-        Timed.last_cost_s = (time.process_time() - began) / self._n_threads
+        self.last_cost_s = time.process_time() - began
         return answer
 
 
@@ -145,70 +156,126 @@ def _quantiles(values: list[float]) -> str:
     return f"{statistics.median(ordered):.2f} / {ordered[int(0.9 * len(ordered))]:.2f}" if ordered else "-"
 
 
-def show_worst(figures: Figures, recordings: list[Recording], n_clips: int) -> None:
-    """The clips with the most errors, reference above hypothesis."""
-    errors = {r.recording_id: score_one(r, figures.answers[r.recording_id]) for r in recordings}
-    count = {name: s.n_substituted + s.n_deleted + s.n_inserted for name, s in errors.items()}
-    for recording in sorted(recordings, key=lambda r: -count[r.recording_id])[:n_clips]:
-        answer = figures.answers[recording.recording_id]
-        print(f"{count[recording.recording_id]} {recording.recording_id}")
-        print(f"   {normalise(recording.transcript, recording)}\n   {normalise(answer.text, recording)}")
-
-
 HEAD = (
     "| setting | error rate % | sub/del/ins | first partial s (median / p90) | time to final s (median / p90) "
     "| words changed per word | decodes a second | decode time / audio time |\n|---|---|---|---|---|---|---|---|"
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to stream. Milliseconds; what is a constant of the product is patched for the run."""
+
+    name: str
+    policy: CommitPolicy = CommitPolicy.AGREEMENT
+    margin_ms: int | None = None  # how close to the edge of the audio a settled word may end
+    hangover_ms: int = 400
+    prompt_gap_ms: int | None = None  # below 0: no text is carried over
+    lead_gap_ms: int | None = None  # below 0: no audio is heard again
+    lead_ms: int | None = None
+    max_span_ms: int | None = None
+    has_prefix: bool = True  # settled words are given to the decoder
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The product's constants as this variant has them."""
+        margin = "AGREEMENT_MARGIN_SAMPLES" if self.policy is CommitPolicy.AGREEMENT else "ATTENTION_MARGIN_SAMPLES"
+        chosen = [
+            (utterance, margin, self.margin_ms),
+            (context, "MAX_PROMPT_GAP_SAMPLES", self.prompt_gap_ms),
+            (context, "MAX_LEAD_GAP_SAMPLES", self.lead_gap_ms),
+            (context, "MAX_LEAD_SAMPLES", self.lead_ms),
+        ]
+        with ExitStack() as stack:
+            for module, name, value_ms in chosen:
+                if value_ms is not None:
+                    stack.enter_context(patch.object(module, name, samples_from_ms(value_ms)))
+            if self.max_span_ms is not None:
+                pacing = Pacing(max_span_samples=samples_from_ms(self.max_span_ms))
+                stack.enter_context(patch.object(StreamSettings, "pacing", pacing))
+            if not self.has_prefix:
+                stack.enter_context(patch.object(utterance.Utterance, "next_request", _next_request_without_prefix))
+            yield
+
+
+_next_request = utterance.Utterance.next_request
+
+
+def _next_request_without_prefix(self: utterance.Utterance) -> utterance.DecodeRequest | None:
+    self._retry = self._retry or self.due() is not None
+    return _next_request(self)
+
+
+AGREEMENT, ATTENTION = CommitPolicy.AGREEMENT, CommitPolicy.ATTENTION
+VARIANTS = (
+    Variant("as shipped"),
+    *(Variant(f"agreement, margin {ms} ms", margin_ms=ms) for ms in (0, 200, 400, 1200, 1600)),
+    *(Variant(f"attention, margin {ms} ms", ATTENTION, ms) for ms in (600, 1000, 1500, 2500)),
+    Variant("nothing carried over", prompt_gap_ms=-1, lead_gap_ms=-1),
+    Variant("text carried over", lead_gap_ms=-1),
+    Variant("lead of 8 s", lead_ms=8_000),
+    Variant("settled words not given", has_prefix=False),
+    *(Variant(f"hangover {ms} ms", hangover_ms=ms) for ms in (300, 550, 700)),
+    Variant("span up to 10 s", max_span_ms=10_000),
+    Variant("span up to 25 s", max_span_ms=25_000),
+)
+
+_engine: SpeechEngine
+_detector: SileroDetector
+
+
+def _load(model: str) -> None:
+    """Once in each process."""
+    global _engine, _detector
+    _engine, _detector = load_engine(model, n_threads=1), SileroDetector()
+
+
+def _run(task: tuple[Variant | None, Recording]) -> tuple[Variant | None, Figures]:
+    """One clip by one variant, or offline for ``None``."""
+    variant, recording = task
+    figures = Figures()
+    if variant is None:
+        transcribe(figures, recording, _engine)
+        return None, figures
+    with variant.applied():
+        gate = GateSettings(hangover_ms=variant.hangover_ms)
+        seen, simulation = play(recording, _engine, _detector, SessionConfig(commit_policy=variant.policy), gate)
+    collect(figures, recording, seen, simulation)
+    return variant, figures
+
+
+def transcribe(figures: Figures, recording: Recording, engine: SpeechEngine) -> None:
+    """One clip whole, offline."""
+    language = None if len(engine.card.languages) == 1 else recording.language
+    began = time.process_time()
+    segments = list(engine.transcribe(recording.samples(), DecodeOptions(language=language)))  # type: ignore[attr-defined]
+    text = "".join(word.text for segment in segments for word in segment.words)
+    figures.cpu_s = time.process_time() - began
+    figures.answers[recording.recording_id] = Answer(text, (), figures.cpu_s)
+    figures.audio_s = recording.duration_s
+
+
 def main() -> None:
-    """Measure the settings named on the command line."""
+    """Measure every variant, or those named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="whisper-tiny.en")
     parser.add_argument("--every", type=int, default=1, help="each n-th clip")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--policy", nargs="+", default=list(CommitPolicy), choices=list(CommitPolicy))
-    parser.add_argument("--hangover-ms", type=int, nargs="+", default=[400])
-    parser.add_argument("--interval-ms", type=int, nargs="+", default=[500])
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/streaming_policies.md")
-    parser.add_argument("--worst", type=int, default=0, help="print so many of the last setting's worst clips")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--variant", nargs="+", help="names; all without")
+    parser.add_argument("--manifest", type=Path, default=DEFAULT_MANIFEST)
     arguments = parser.parse_args()
-    engine = load_engine(arguments.model, n_threads=arguments.threads)
-    detector = SileroDetector()
-    recordings = read_manifest(DEFAULT_MANIFEST, languages=["en"], every=arguments.every)
-    recordings = [recording for recording in recordings if recording.kind != "overlap"]
-    lines = [HEAD]
-    print(HEAD, flush=True)
-    for policy in arguments.policy:
-        for hangover_ms in arguments.hangover_ms:
-            for interval_ms in arguments.interval_ms:
-                config = SessionConfig(partial_interval_ms=interval_ms, commit_policy=CommitPolicy(policy))
-                figures = Figures()
-                for recording in recordings:
-                    seen, simulation = play(
-                        recording, engine, detector, config, GateSettings(hangover_ms=hangover_ms), arguments.threads
-                    )
-                    collect(figures, recording, seen, simulation)
-                lines.append(
-                    row(
-                        f"{arguments.model}, {policy}, hangover {hangover_ms} ms, every {interval_ms} ms",
-                        figures,
-                        recordings,
-                    )
-                )
-                print(lines[-1], flush=True)
-    if arguments.worst:
-        show_worst(figures, recordings, arguments.worst)
-    if arguments.save:
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / "streaming_policies.md"
-        path.write_text(
-            heading("Commit policies, streamed at real time on a virtual clock")
-            + f"\n{len(recordings)} clips.\n\n"
-            + "\n".join(lines)
-            + "\n",
-            encoding="utf-8",
-        )
+    recordings = read_manifest(arguments.manifest, languages=["en"], every=arguments.every)
+    recordings = [recording for recording in recordings if recording.kind not in ("overlap", "nonspeech")]
+    variants = [v for v in VARIANTS if arguments.variant is None or v.name in arguments.variant]
+    tasks = [(v, r) for r in sorted(recordings, key=lambda r: -r.duration_s) for v in (None, *variants)]
+    totals: dict[Variant | None, Figures] = {variant: Figures() for variant in (None, *variants)}
+    with multiprocessing.Pool(arguments.processes, _load, (arguments.model,)) as pool:
+        for variant, figures in pool.imap_unordered(_run, tasks):
+            totals[variant].add(figures)
+    title = f"{arguments.model}: ways to stream, at real time on a virtual clock"
+    print(heading(title) + f"\n{len(recordings)} clips, one thread a decode.\n\n{HEAD}")
+    for variant, figures in totals.items():
+        print(row(variant.name if variant else "offline, whole clips", figures, recordings))
 
 
 if __name__ == "__main__":
