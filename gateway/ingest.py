@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from .pcm import ENCODINGS, AudioFormat, decode
 from .resample import Resampler
-from .suspicion import suspect
+from .suspicion import suspect, suspect_pace
 
-__all__ = ["ENCODINGS", "AudioFormat", "Ingest", "IngestResult", "suspect"]
+__all__ = ["ENCODINGS", "AudioFormat", "Ingest", "IngestResult", "suspect", "suspect_pace"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from gateway.config import SessionConfig
 from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Send
 from gateway.errors import ERRORS, ClientError
-from gateway.ingest import AudioFormat, Ingest, suspect
+from gateway.ingest import AudioFormat, Ingest, suspect, suspect_pace
 from gateway.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -66,7 +66,8 @@ HELLO_TIMEOUT_S = 10.0
 STALL_S = 1.0  # no audio for so long, beyond what the last packet held, ends the speech in progress
 MAX_RETAINED_S = 60.0  # audio held while decoding is behind; beyond it the socket is not read
 ACK_INTERVAL_SAMPLES = samples_from_ms(250)
-SUSPECT_AFTER_SAMPLES = samples_from_ms(2_000)
+OPENING_SAMPLES = samples_from_ms(2_000)  # of audio or of time, whichever is over first
+MIN_PACE_S = 0.3  # audio that came all at once has no pace
 LAG_WARNING_S = 2.0
 LAG_WARNING_INTERVAL_S = 10.0
 MAX_WINDOWS_A_SCORE = 64  # 2 s of audio, so that a fast sender does not hold up the others in a batch
@@ -171,6 +172,7 @@ class Session:
         # audio, from bytes to scored windows
         self._ingest: Ingest | None = None
         self._opening: list[NDArray[np.float32]] | None = []  # the first samples, until they have been looked at
+        self._first_packet_s = now_s
         self._audio = RollingAudio()
         self._framer = Framer()
         self._timeline: deque[AudioFrame | _Barrier] = deque()  # windows to score, and what stands between them
@@ -445,7 +447,7 @@ class Session:
         self._append(result.samples, now_s)
         return [
             *effects,
-            *self._look_for_wrong_format(result.samples),
+            *self._look_for_wrong_format(result.samples, now_s),
             *self._acknowledge(),
             *self._pass_barriers(now_s),
         ]
@@ -456,14 +458,22 @@ class Session:
             self._timeline.extend(self._framer.push(samples))
             self._forget_audio(now_s)
 
-    def _look_for_wrong_format(self, samples: NDArray[np.float32]) -> list[Effect]:
-        """Look at the first two seconds once: a format declared wrongly sounds like loud noise."""
+    def _look_for_wrong_format(self, samples: NDArray[np.float32], now_s: float) -> list[Effect]:
+        """Look at the first two seconds once: a format declared wrongly sounds like loud noise, or comes too fast."""
         if self._opening is None:
             return []
+        if not self._opening:
+            self._first_packet_s = now_s
         self._opening.append(samples)
-        if sum(map(len, self._opening)) < SUSPECT_AFTER_SAMPLES:
+        n_samples = sum(map(len, self._opening))
+        since_first_s = now_s - self._first_packet_s
+        if n_samples < OPENING_SAMPLES and since_first_s < seconds(OPENING_SAMPLES):
             return []
         doubt = suspect(np.concatenate(self._opening))
+        if doubt is None and since_first_s > MIN_PACE_S:
+            assert self._ingest is not None
+            pace = seconds(n_samples - len(self._opening[0])) / since_first_s
+            doubt = suspect_pace(pace, self._ingest.format.sample_rate_hz)
         self._opening = None
         return [self._event(Warning(0, "audio_suspect", doubt))] if doubt else []
 

@@ -1,7 +1,8 @@
 """Does this audio look as if its bytes were read in a format that it is not in?
 
 Knows what misread audio has in common: a loud noise of even spectrum, samples at full scale, or one sound interleaved
-with another. Does not know the declared format, and can't tell a wrong sample rate: slow speech is speech.
+with another. A wrong sample rate can't be heard (slow speech is speech), but it can be seen in live audio: it comes at
+a pace that is the ratio of two rates. Does not know the declared format.
 
 The limits are measured on 288 recordings, each read rightly and in every wrong way; see benchmarks/results/ingest.md.
 """
@@ -27,6 +28,27 @@ def suspect(samples: NDArray[np.float32]) -> str | None:
     for oddity in (_at_full_scale(windows), _loud_noise(windows), _interleaved(windows)):
         if oddity is not None:
             return f"{oddity}: check the declared encoding, channels and sample rate"
+    return None
+
+
+RATES_HZ = (8_000, 11_025, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)
+PACE_TOLERANCE = 0.04  # packets of 100 ms leave this much doubt after two seconds
+MIN_PACE_DEVIATION = 0.2  # nearer to real time a slow network or a sloppy clock looks the same
+
+
+def suspect_pace(pace: float, declared_hz: int) -> str | None:
+    """What is odd about live audio that came ``pace`` times as fast as its declared rate says, or ``None``.
+
+    A file sent as fast as it goes comes at no such ratio, but for a chance; a late network has no steady pace.
+    """
+    if abs(pace - 1) < MIN_PACE_DEVIATION:
+        return None
+    for rate_hz in RATES_HZ:
+        if rate_hz != declared_hz and abs(pace * declared_hz / rate_hz - 1) < PACE_TOLERANCE:
+            return (
+                f"audio comes at {pace:.2f} times the pace of {declared_hz} Hz, as {rate_hz} Hz would: "
+                "check the declared sample rate"
+            )
     return None
 
 

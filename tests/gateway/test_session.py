@@ -316,6 +316,34 @@ def test_non_finite_floats_are_silence_and_said_once(world) -> None:
     assert warnings == ["non_finite_samples"]
 
 
+@pytest.mark.parametrize(
+    ("declared_hz", "true_hz"), [(8_000, 16_000), (16_000, 8_000), (16_000, 48_000), (48_000, 16_000)]
+)
+def test_live_audio_at_another_rate_than_declared_is_noticed_within_two_seconds(world, declared_hz, true_hz) -> None:
+    packet = bytes(2 * true_hz // 20)  # 50 ms as it really is
+    warned_s = [
+        at_s for at_s, code in warnings_of(world, declared_hz, [packet] * 50, every_s=0.05) if code == "audio_suspect"
+    ]
+    assert len(warned_s) == 1 and warned_s[0] <= 2.1
+
+
+@pytest.mark.parametrize("every_s", [0.0, 0.01, 0.043, 0.05, 0.057, 0.011])
+def test_live_audio_and_files_sent_fast_raise_no_doubt_of_their_rate(world, every_s) -> None:
+    packets = [bytes(1_600)] * 60  # 50 ms each
+    assert not warnings_of(world, 16_000, packets, every_s=every_s)
+
+
+def warnings_of(world, rate_hz: int, packets: list[bytes], every_s: float) -> list[tuple[float, str]]:
+    session = world.session(world.Engine(()))
+    session.receive(m.Hello(audio=m.AudioSpec("s16le", rate_hz)), 0.0)
+    effects = [
+        (at_s, effect)
+        for at_s, packet in ((i * every_s, packet) for i, packet in enumerate(packets))
+        for effect in session.receive(m.Audio(packet), at_s)
+    ]
+    return [(at_s, e.message.code) for at_s, e in effects if isinstance(e, Send) and isinstance(e.message, m.Warning)]
+
+
 def test_bytes_left_over_at_the_end_are_named(world) -> None:
     session = world.session(world.Engine(()))
     session.receive(world.hello, 0.0)
