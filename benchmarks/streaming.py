@@ -1,8 +1,8 @@
 """Recordings streamed at real time over real sockets: error rate, latency and text out of nothing.
 
 A server in a process of its own; ``--streams`` clients at once, each sending one clip after another in packets of
-50 ms, with a second and a half of silence behind each. Latencies are counted from the words' own times in the manifest: the
-first partial from the start of the first word, the final from the end of the last word, hangover included. In the same
+50 ms, with a second and a half of silence behind each. Latencies count from the words' times in the manifest: the
+first partial from the start of the first word, the final from the end of the last, hangover included. In the same
 run the model transcribes the same clips offline, whole, so that the cost of streaming stands beside it.
 """
 
