@@ -5,6 +5,7 @@ The rules are pure functions on logits (definitions of openai-whisper 20250625, 
 Does not know text, audio or streams.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -240,25 +241,41 @@ def compression_ratio(text: str) -> float:
 
 
 def is_silent(decoded: Decoded) -> bool:
-    """The model hears no speech, and is not sure of what it wrote either."""
-    return decoded.no_speech_probability > MAX_NO_SPEECH_PROBABILITY and decoded.mean_logprob < MIN_MEAN_LOGPROB
+    """The model hears no speech, and is not sure of what it wrote either.
+
+    Not sure: below openai-whisper's threshold, whose mean counts the end of text, or less likely, token for token, than
+    that nobody speaks. The former alone lets a lone doubtful word through: in a text of one token the end of text is
+    half of the mean, and music came out as "you" (tiny.en, probability 0.43 against 0.81 for no speech).
+    """
+    if decoded.no_speech_probability <= MAX_NO_SPEECH_PROBABILITY:
+        return False
+    mean_text_logprob = sum(decoded.logprobs) / max(len(decoded.logprobs), 1)
+    return decoded.mean_logprob < MIN_MEAN_LOGPROB or math.exp(mean_text_logprob) < decoded.no_speech_probability
 
 
 def is_acceptable(decoded: Decoded, text: str) -> bool:
     """Whether no higher temperature needs to be tried: neither repeated nor guessed, or silence."""
-    if is_silent(decoded):
-        return True
-    repeats = not decoded.has_ended or compression_ratio(text) > MAX_COMPRESSION_RATIO
-    return not repeats and decoded.mean_logprob >= MIN_MEAN_LOGPROB
+    return is_silent(decoded) or (not _repeats(decoded, text) and decoded.mean_logprob >= MIN_MEAN_LOGPROB)
+
+
+def _repeats(decoded: Decoded, text: str) -> bool:
+    return not decoded.has_ended or compression_ratio(text) > MAX_COMPRESSION_RATIO
 
 
 def with_fallback(decode_at: Callable[[float], Decoded], text_of: Callable[[Sequence[int]], str]) -> Decoded:
-    """The first acceptable decoding over rising temperatures; the last one if none is."""
+    """The first acceptable decoding over rising temperatures; if none is, the likeliest of those that don't repeat.
+
+    openai-whisper keeps the last one, drawn at temperature 1. Of a short word that the model doubts at any temperature
+    that makes a sentence about something else: tiny.en heard "nine" as a dozen words.
+    """
+    tried = []
     for temperature in TEMPERATURES:
         decoded = decode_at(temperature)
-        if is_acceptable(decoded, text_of(decoded.tokens)):
-            break
-    return decoded
+        text = text_of(decoded.tokens)
+        if is_acceptable(decoded, text):
+            return decoded
+        tried.append((not _repeats(decoded, text), decoded.mean_logprob, decoded))
+    return max(tried, key=lambda attempt: attempt[:2])[2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,7 +240,7 @@ class WhisperEngine:
         request = self._request(stream, chunk, language)
         decoded = self._write(cache, request, self._plain_rules, with_care=chunk.is_final)
         quality = _quality(decoded, self._tokenizer.decode(decoded.tokens))
-        if chunk.is_final and is_silent(decoded):
+        if is_silent(decoded):
             return Hypothesis((), language, quality)
         n_prefix = len(request.prefix)
         times = self._times(decoded, n_prefix, n_samples) + chunk.span.start_sample

@@ -151,9 +151,16 @@ def test_languages_are_scored_by_their_tokens_alone(window) -> None:
 
 
 def outcome(
-    *, mean_logprob: float, no_speech: float = 0.0, has_ended: bool = True, temperature: float = 0.0
+    *,
+    mean_logprob: float,
+    no_speech: float = 0.0,
+    has_ended: bool = True,
+    temperature: float = 0.0,
+    token_logprob: float = 0.0,
 ) -> Decoded:
-    return Decoded((TEXT,), (0.0,), mean_logprob, no_speech, temperature, has_ended, torch.zeros(1, 2, 2), 0, 0)
+    return Decoded(
+        (TEXT,), (token_logprob,), mean_logprob, no_speech, temperature, has_ended, torch.zeros(1, 2, 2), 0, 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,12 +188,55 @@ def test_temperatures_rise_until_a_decoding_is_acceptable() -> None:
     assert tried == [0.0, 0.2, 0.4]
 
 
-def test_a_decoding_that_never_becomes_acceptable_is_that_of_the_highest_temperature() -> None:
-    decoded = module.with_fallback(lambda t: outcome(mean_logprob=-3.0, temperature=t), lambda tokens: "text")
-    assert decoded.temperature == 1.0
+def test_of_decodings_that_are_never_acceptable_the_likeliest_is_kept() -> None:
+    logprobs = dict(zip(module.TEMPERATURES, (-1.9, -1.2, -1.4, -3.0, -5.0, -6.8), strict=True))
+    decoded = module.with_fallback(lambda t: outcome(mean_logprob=logprobs[t], temperature=t), lambda tokens: "text")
+    assert decoded.temperature == 0.2
+
+
+def test_a_repetition_is_kept_only_if_every_temperature_repeats() -> None:
+    def decode_at(temperature: float) -> Decoded:
+        return outcome(mean_logprob=-1.5 - temperature, temperature=temperature, has_ended=temperature >= 0.8)
+
+    assert module.with_fallback(decode_at, lambda tokens: "text").temperature == 0.8
+    assert module.with_fallback(decode_at, lambda tokens: "again and again " * 12).temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    ("decoded", "silent"),
+    [
+        (outcome(mean_logprob=-1.2, no_speech=0.7, token_logprob=-0.1), True),
+        (outcome(mean_logprob=-0.5, no_speech=0.81, token_logprob=math.log(0.43)), True),  # "you", of music
+        (outcome(mean_logprob=-0.1, no_speech=0.81, token_logprob=math.log(0.9)), False),
+        (outcome(mean_logprob=-2.0, no_speech=0.5, token_logprob=-2.0), False),
+    ],
+)
+def test_a_text_less_likely_than_no_speech_is_silence(decoded, silent) -> None:
+    assert module.is_silent(decoded) is silent
 
 
 def test_the_token_limit_grows_with_the_audio_up_to_the_decoders_half() -> None:
     assert module.max_sampled_tokens(0) > 0
     assert module.max_sampled_tokens(16_000) > module.max_sampled_tokens(8_000)
     assert module.max_sampled_tokens(480_000) == module.MAX_SAMPLED_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "segments", "resume"),
+    [
+        # Two whole segments, the text ended by one timestamp: the window is used up.
+        ([30, TEXT, 33, 33, LATER, 36], [(1, 2, 0, 3), (4, 5, 3, 6)], None),
+        # The last text is not whole: the next window begins at the last closed segment.
+        ([30, TEXT, 33, 33, LATER], [(1, 2, 0, 3)], 3),
+        # The speaker paused between segments; the pair ends the text: nothing whole follows.
+        ([31, TEXT, 33, 35], [(1, 2, 1, 3)], 3),
+        # No pair: one segment, open or closed.
+        ([30, TEXT, LATER], [(1, 3, 0, None)], None),
+        ([30, TEXT, LATER, 34], [(1, 3, 0, 4)], None),
+        ([], [], None),
+    ],
+)
+def test_segments_are_cut_at_pairs_of_timestamps(tokens, segments, resume) -> None:
+    found, resume_position = module.split_at_timestamps(tokens, T0)
+    assert [(part.begin, part.end, part.start_position, part.end_position) for part in found] == segments
+    assert resume_position == resume
