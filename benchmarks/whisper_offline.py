@@ -32,7 +32,7 @@ from streaming.transcript import text_of
 from vad.audio import seconds
 
 RESULTS = Path(__file__).parent / "results"
-Recogniser = Callable[[NDArray[np.float32], str], Answer]
+Recogniser = Callable[[NDArray[np.float32], str, bool], Answer]  # samples, language, whether words' times are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def ours(files: ModelFiles) -> Recogniser:
     """Our engine."""
     engine = WhisperEngine.load(files, name=files.name, n_threads=1)
 
-    def recognise(samples: NDArray[np.float32], language: str) -> Answer:
+    def recognise(samples: NDArray[np.float32], language: str, with_words: bool) -> Answer:
         began_s = time.process_time()
         segments = list(engine.transcribe(samples, DecodeOptions(language=language)))
         cpu_s = time.process_time() - began_s
@@ -67,11 +67,13 @@ def theirs(files: ModelFiles) -> Recogniser:
         model = WhisperModel(folder, device="cpu", compute_type="int8", cpu_threads=1)
     options: dict[str, Any] = {"beam_size": 1, "best_of": 1, "condition_on_previous_text": False}
 
-    def recognise(samples: NDArray[np.float32], language: str) -> Answer:
+    def recognise(samples: NDArray[np.float32], language: str, with_words: bool) -> Answer:
         began_s = time.process_time()
         segments = list(model.transcribe(samples, language=language, **options)[0])
         cpu_s = time.process_time() - began_s
-        timed_segments = list(model.transcribe(samples, language=language, word_timestamps=True, **options)[0])
+        timed_segments: list[Any] = []
+        if with_words:
+            timed_segments = list(model.transcribe(samples, language=language, word_timestamps=True, **options)[0])
         timed = tuple((w.word, w.start, w.end) for segment in timed_segments for w in segment.words or ())
         return Answer("".join(segment.text for segment in segments), timed, cpu_s)
 
@@ -95,7 +97,7 @@ def run(name: str, recognise: Recogniser, recordings: Sequence[Recording]) -> Ru
     answers = {}
     for recording in recordings:
         language = recording.language if recording.language != "zxx" else "en"
-        answers[recording.recording_id] = recognise(recording.samples(), language)
+        answers[recording.recording_id] = recognise(recording.samples(), language, bool(recording.words))
     return Run(name, score(recordings, answers))
 
 
