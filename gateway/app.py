@@ -6,11 +6,12 @@ The app is the same whether uvicorn serves it, another process mounts it, or a t
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 from starlette.websockets import WebSocket
@@ -26,6 +27,16 @@ from vad.silero import SileroDetector
 
 PING_INTERVAL_S = 20.0
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo_web"
+
+
+class Page(StaticFiles):
+    """The demo page; browsers ask each time, so that an upgrade never leaves them with modules of two versions."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:  # Any: handed on as they come
+        """See ``StaticFiles``."""
+        response = super().file_response(*args, **kwargs)
+        response.headers["Cache-Control"] = "no-cache"
+        return response
 
 
 def build_app(config: Config, engines: Mapping[str, SpeechEngine], detector: SpeechDetector | None = None) -> Starlette:
@@ -68,8 +79,8 @@ def build_app(config: Config, engines: Mapping[str, SpeechEngine], detector: Spe
         Route("/health", health),
     ]
     if DEMO_FOLDER.is_dir():
-        routes_with_page = [*routes, Mount("/", StaticFiles(directory=DEMO_FOLDER, html=True))]
-        return Starlette(routes=routes_with_page, lifespan=lifespan)
+        page = Mount("/", Page(directory=DEMO_FOLDER, html=True))
+        return Starlette(routes=[*routes, page], lifespan=lifespan)
     return Starlette(routes=routes, lifespan=lifespan)
 
 

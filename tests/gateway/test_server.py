@@ -348,6 +348,11 @@ def test_health_and_models_answer(address: str) -> None:
     assert models["models"][0]["name"] == "scripted" and "word_times" in models["models"][0]["capabilities"]
 
 
+def test_page_is_served_and_never_kept_without_asking(address: str) -> None:
+    with urllib.request.urlopen(f"http://{address}/", timeout=DEADLINE_S) as page:
+        assert page.headers["Cache-Control"] == "no-cache" and b"<html" in page.read()
+
+
 def _transcript(address: str, duration_s: float) -> str:
     with open_stream(address) as stream:
         stream.send(json.dumps(HELLO))
