@@ -2,11 +2,10 @@
 
 Run from the project's root; prints Markdown:
 
-    python -m benchmarks.ingest --machine "2-core AMD EPYC (Zen 4) virtual machine" > benchmarks/results/ingest.md
+    python -m benchmarks.ingest > benchmarks/results/ingest.md
 """
 
 import argparse
-import datetime
 import json
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
+from benchmarks.report import heading
 from gateway.ingest import AudioFormat, Ingest, suspect
 from gateway.pcm import decode
 from gateway.resample import Resampler
@@ -33,10 +33,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--manifest", type=Path, default=DEFAULT_MANIFEST)
-    parser.add_argument("--machine", required=True, help="what it runs on, in words")
     arguments = parser.parse_args()
-    print("# Raw audio on its way in\n")
-    print(f"{arguments.machine}; {datetime.date.today()}; `python -m benchmarks.ingest`; soxr {soxr.__version__}.\n")
+    print(heading("Raw audio on its way in"))
+    print(f"soxr {soxr.__version__}.\n")
     _print_resampling()
     _print_suspicion(arguments.manifest)
 

@@ -9,6 +9,7 @@ run the model transcribes the same clips offline, whole, so that the cost of str
 import argparse
 import asyncio
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.recordings import DEFAULT_MANIFEST, ENGLISH, Answer, Recording, TimedWord, read_manifest, score
-from benchmarks.report import RESULTS, heading
+from benchmarks.report import heading
 from gateway.client import AudioFormat, Final, Hello, Partial, SpeechEnded, connect
 from gateway.commands.demo import serving
 from models.catalog import load_engine
@@ -87,7 +88,7 @@ async def stream_all(url: str, recordings: Sequence[Recording], hello_of, n_stre
             recording = waiting.pop()
             heard[recording.recording_id] = await stream(url, recording, hello_of(recording))
             if len(heard) % 20 == 0:
-                print(f"{len(heard)} of {len(recordings)} clips", flush=True)
+                print(f"{len(heard)} of {len(recordings)} clips", file=sys.stderr)
 
     await asyncio.gather(*(one_after_another() for _ in range(n_streams)))
     return heard
@@ -161,7 +162,6 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=1, help="clips at once")
     parser.add_argument("--every", type=int, default=1, help="each n-th clip")
     parser.add_argument("--interval-ms", type=int, default=500, help="least time between partials")
-    parser.add_argument("--save", help="write benchmarks/results/NAME.md")
     arguments = parser.parse_args()
     recordings = read_manifest(DEFAULT_MANIFEST, languages=["en"], every=arguments.every)
 
@@ -187,11 +187,7 @@ def main() -> None:
         f"- server's CPU time for a second of audio: {cpu_s / audio_s:.3f} s; cores busy: {cpu_s / wall_s:.2f}\n",
         *table(recordings, heard, transcribe_all(arguments.model, recordings)),
     ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{arguments.save}.md").write_text(text, encoding="utf-8")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

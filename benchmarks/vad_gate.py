@@ -2,14 +2,13 @@
 
 Run from the project's root; prints Markdown:
 
-    python -m benchmarks.vad_gate --machine "2-core AMD EPYC (Zen 4) virtual machine" > benchmarks/results/vad_gate.md
+    python -m benchmarks.vad_gate > benchmarks/results/vad_gate.md
 
 A word counts as heard if a span holds half of it, and as whole if a span holds 90 %. Words by forced alignment often
 reach into the silence behind them, so that a word may be heard whole and not count as such. Times in ms.
 """
 
 import argparse
-import datetime
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.report import heading
 from gateway.audio_file import read_audio
 from vad.audio import SAMPLE_RATE_HZ, samples_from_ms, seconds
 from vad.detector import SpeechDetector
@@ -79,13 +79,11 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--manifest", type=Path, default=DEFAULT_MANIFEST)
-    parser.add_argument("--machine", required=True, help="what it runs on, in words")
     arguments = parser.parse_args()
     detector = SileroDetector()
     clips = list(read_clips(arguments.manifest, detector))
-    print("# The speech gate on recordings\n")
-    print(f"{arguments.machine}; {datetime.date.today()}; `python -m benchmarks.vad_gate`; one thread.")
-    print(f"{len(clips)} clips, {sum(seconds(clip.n_samples) for clip in clips) / 60:.0f} minutes.\n")
+    print(heading("The speech gate on recordings"))
+    print(f"One thread. {len(clips)} clips, {sum(seconds(clip.n_samples) for clip in clips) / 60:.0f} minutes.\n")
     _print_non_speech(clips)
     _print_settings(clips)
     _print_kinds(clips)
