@@ -291,7 +291,7 @@ def _snapshot(repository: HubRepository, *, name: str, fetch_missing: bool) -> P
         )
     except Exception as error:  # what the hub's transport raises has no base that its releases share
         raise ModelUnavailableError(
-            f"{repository} is not cached, nor was it fetched: {error}. {_pull(name)}"
+            f"{repository} is not cached, nor was it fetched: {str(error).rstrip('.')}. {_pull(name)}"
         ) from error
     return Path(folder)
 
