@@ -22,6 +22,14 @@ def test_a_packed_linear_is_the_linear_within_its_rounding(packed, tolerance: fl
 
 
 @torch.inference_mode()
+def test_a_row_has_one_result_whatever_rows_are_beside_it() -> None:
+    torch.manual_seed(0)
+    packed = Int8Linear(nn.Linear(192, 96))
+    rows = torch.randn(9, 192) * torch.logspace(-2, 2, 9)[:, None]
+    assert torch.equal(packed(rows), torch.cat([packed(row[None]) for row in rows]))
+
+
+@torch.inference_mode()
 def test_packing_leaves_no_plain_linear_and_the_same_answers() -> None:
     torch.manual_seed(0)
     config = WhisperConfig(80, 300, 64, 1, 256, 2, 2, 40, 32, ((0, 0), (1, 0)))
