@@ -301,9 +301,7 @@ class WhisperEngine:
         if is_silent(decoded):
             return [], len(samples)
         parts, n_positions = split_at_timestamps(decoded.tokens, self._special.timestamp_begin)
-        advance_samples = len(samples)
-        if n_positions is not None and len(samples) == WINDOW_SAMPLES:
-            advance_samples = n_positions * POSITION_SAMPLES
+        advance_samples = len(samples) if n_positions is None else n_positions * POSITION_SAMPLES
         times = self._times(decoded, 0, len(samples)) + position
         segments = [self._segment(decoded, part, times, language, position, len(samples)) for part in parts]
         return [segment for segment in segments if segment.words], max(advance_samples, MIN_WINDOW_SAMPLES)
