@@ -224,7 +224,7 @@ def max_sampled_tokens(n_samples: int) -> int:
 
 
 _TOKENS_TO_BEGIN = 12  # a timestamp, a short answer and its punctuation in very little audio
-_MAX_TOKENS_PER_S = 12
+_MAX_TOKENS_PER_S = 10  # of 310 recordings in ten languages none needs more than 4.3 besides those to begin with
 
 
 def language_probabilities(model: Whisper, cache: DecoderCache, special: SpecialTokens) -> Tensor:
