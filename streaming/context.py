@@ -2,19 +2,22 @@
 
 A sentence broken by a pause is understood as one if the engine hears its beginning again: the *lead*, a few seconds of
 audio whose words are given. What lies before the lead, or too far back to be heard again, goes along as a text prompt.
-Only confident text is carried over: a doubtful transcript makes the next one worse, up to endless repeats.
+Only confident text is carried over: a doubtful transcript makes the next one worse, up to endless repeats. Nor is text
+of somebody who repeats a phrase: told of it, a model hears it once more, or takes the next one for told already.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streaming.agreement import continues
+from streaming.guards import repeated_tail
 from streaming.transcript import Quality, Word, text_of
 from vad.audio import SpeechSpan, samples_from_ms
 
 MIN_MEAN_LOGPROB = -0.6
 MAX_TEMPERATURE = 0.0
 MAX_PROMPT_CHARACTERS = 200  # about 50 tokens: names and style carry over, cost and the pull towards repeats stay small
+MIN_REPEATED_WORDS = 3  # said again at the end of what was said: no prompt
 MAX_LEAD_SAMPLES = samples_from_ms(4_000)
 MAX_LEAD_GAP_SAMPLES = samples_from_ms(1_500)  # silence that is worth hearing again
 MAX_PROMPT_GAP_SAMPLES = samples_from_ms(10_000)  # after a longer silence the talk has moved on
@@ -38,7 +41,7 @@ class Context:
         if gap_samples > MAX_PROMPT_GAP_SAMPLES:
             return Context()
         if gap_samples > MAX_LEAD_GAP_SAMPLES:
-            return Context(_joined(self.prompt, self.lead), (), 0, self.end_sample)
+            return Context(_prompt(self.prompt, self.lead), (), 0, self.end_sample)
         return self
 
     def followed_by(self, words: Sequence[Word], quality: Quality | None, span: SpeechSpan) -> "Context":
@@ -51,9 +54,9 @@ class Context:
         first = _lead_index(everything, span.end_sample)
         heard_from_sample = self.lead_start_sample if self.lead else span.start_sample
         return Context(
-            prompt=_joined(self.prompt, everything[:first]),
+            prompt=_prompt(self.prompt, everything[:first], lead=everything[first:]),
             lead=everything[first:],
-            lead_start_sample=_pause_before(everything, first) if first else heard_from_sample,
+            lead_start_sample=_lead_start(everything, first, heard_from_sample, span.end_sample),
             end_sample=span.end_sample,
         )
 
@@ -66,6 +69,14 @@ def is_confident(quality: Quality | None) -> bool:
         and quality.mean_logprob >= MIN_MEAN_LOGPROB
         and (quality.temperature or 0.0) <= MAX_TEMPERATURE
     )
+
+
+def _prompt(before: str, words: Sequence[Word], lead: Sequence[Word] = ()) -> str:
+    """``words`` behind the prompt before, unless what was said, up to the end of ``lead``, repeats itself."""
+    text = _joined(before, words)
+    told = (Word(f" {word}", None, None, None) for word in text.split())
+    n_words, n_times = repeated_tail((*told, *lead))
+    return "" if n_words * (n_times - 1) >= MIN_REPEATED_WORDS else text
 
 
 def _joined(prompt: str, words: Sequence[Word]) -> str:
@@ -90,8 +101,15 @@ def _lead_index(words: Sequence[Word], end_sample: int) -> int:
     return first
 
 
-def _pause_before(words: Sequence[Word], index: int) -> int:
-    """The middle between word ``index``, if there is one, and the word before it."""
-    before = words[index - 1].end_sample or 0
-    start_sample = words[index].start_sample if index < len(words) else None
-    return (start_sample + before) // 2 if start_sample is not None else before
+def _lead_start(words: Sequence[Word], first: int, heard_from_sample: int, end_sample: int) -> int:
+    """Where to hear a lead that begins with word ``first`` again: from the middle of the pause before it.
+
+    Inside what was heard, and no longer than a lead may be, wherever the words' times lie.
+    """
+    earliest = max(heard_from_sample, end_sample - MAX_LEAD_SAMPLES)
+    before = words[first - 1].end_sample if first else heard_from_sample
+    start_sample = words[first].start_sample if first < len(words) else end_sample
+    if before is None or start_sample is None:
+        return earliest
+    middle = (start_sample + before) // 2 if first else before
+    return min(max(earliest, middle), max(earliest, end_sample))

@@ -40,7 +40,9 @@ def _place_behind(words: Sequence[Word], n_words: int, span: SpeechSpan) -> Cut 
     end_sample = words[n_words - 1].end_sample
     if end_sample is None or (n_words < len(words) and continues(words[n_words])):
         return None
-    return Cut(n_words, end_sample + _pause_behind(words, n_words, span) // 2)
+    sample = end_sample + _pause_behind(words, n_words, span) // 2
+    # An engine's times may lie anywhere; a cut that takes nothing off the span would be made for ever.
+    return Cut(n_words, sample) if span.start_sample < sample <= span.end_sample else None
 
 
 def _pause_behind(words: Sequence[Word], n_words: int, span: SpeechSpan) -> int:

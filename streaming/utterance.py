@@ -11,7 +11,7 @@ from enum import Enum, StrEnum, auto
 
 from streaming.agreement import after, agree, ends_before, whole_words
 from streaming.context import Context
-from streaming.guards import is_looping, is_too_fast, without_loop
+from streaming.guards import gives_up, is_looping, is_too_fast, without_loop
 from streaming.pacing import Pacing, partial_is_due
 from streaming.transcript import EndReason, Hypothesis, Quality, Segment, Word
 from streaming.trim import Cut, choose_cut
@@ -218,16 +218,19 @@ class Utterance:
         self._decoded_sample = request.span.end_sample
         if request.purpose is Purpose.CUT:
             return self._cut(request, self._tentative)
-        return self._finish() if self._end is not None else []
+        return self._finish() if request.purpose is Purpose.FINAL else []
 
     def _take_pending(self) -> DecodeRequest:
         assert self._pending is not None, "a result without a request"
         request, self._pending = self._pending, None
         return request
 
-    @staticmethod
-    def _is_lost(request: DecodeRequest, hypothesis: Hypothesis) -> bool:
+    def _is_lost(self, request: DecodeRequest, hypothesis: Hypothesis) -> bool:
         ratio = hypothesis.quality.compression_ratio if hypothesis.quality else None
+        if request.is_final and request.left_context_samples and not self._committed:
+            # With its beginning given, speech that repeats it may pass for written already.
+            if gives_up(hypothesis.words, hypothesis.quality):
+                return True
         return is_looping((*request.prefix, *hypothesis.words), request.span, ratio)
 
     # ------------------------------------------------------------------ segments
@@ -305,25 +308,26 @@ class Utterance:
     def _segment(self, *, end_reason: EndReason | None, end_sample: int | None = None) -> Segment:
         self._revision += 1
         end = end_sample if end_sample is not None else self._heard_sample
+        span = SpeechSpan(self._start_sample, max(end, self._start_sample))
         return Segment(
             segment_id=self._segment_id,
             revision=self._revision,
-            words=_in_order(self._committed + self._tentative, self._start_sample),
+            words=_in_order(self._committed + self._tentative, span),
             n_committed=len(self._committed),
-            span=SpeechSpan(self._start_sample, max(end, self._start_sample)),
+            span=span,
             language=self._language,
             end_reason=end_reason,
         )
 
 
-def _in_order(words: tuple[Word, ...], start_sample: int) -> tuple[Word, ...]:
-    """``words`` with times that begin with the segment and never run back, as they might where decoded again."""
+def _in_order(words: tuple[Word, ...], span: SpeechSpan) -> tuple[Word, ...]:
+    """``words`` with times inside their segment that never run back, as they might where decoded again."""
     ordered: list[Word] = []
-    latest = start_sample
+    latest = span.start_sample
     for word in words:
         if word.start_sample is not None and word.end_sample is not None:
-            start = max(word.start_sample, latest)
-            end = max(word.end_sample, start)
+            start = min(max(word.start_sample, latest), span.end_sample)
+            end = min(max(word.end_sample, start), span.end_sample)
             latest = start
             word = (
                 word

@@ -80,8 +80,9 @@ GateEvent = SpeechStarted | SpeechPaused | SpeechResumed | SpeechEnded
 
 @dataclass(slots=True)
 class _Span:
-    """The speech in progress."""
+    """The speech in progress; what the settings were when it began holds for all of it."""
 
+    settings: GateSettings
     start_sample: int
     speech_end_sample: int  # end of the last voiced window
     is_voiced: bool = True
@@ -96,7 +97,7 @@ class Gate:
 
     def __init__(self, settings: GateSettings, *, not_before_sample: int = 0) -> None:
         """No span will begin before ``not_before_sample``."""
-        self.settings = settings
+        self.settings = settings  # of the next span; may be replaced at any time
         self._now_sample = not_before_sample  # end of the last window
         self._floor_sample = not_before_sample  # where the next span may begin at the earliest
         self._span: _Span | None = None
@@ -114,7 +115,9 @@ class Gate:
 
     @property
     def keep_from_sample(self) -> int:
-        """The earliest sample that a span still to begin can contain; windows never move it back.
+        """The earliest sample that a span still to begin can contain.
+
+        Windows never move it back; ``force_end`` does, by less than a window.
 
         Audio before it is needed only by the span that is open, if one is.
         """
@@ -170,9 +173,9 @@ class Gate:
 
     def _follow(self, span: _Span, start_sample: int, probability: float) -> list[GateEvent]:
         events: list[GateEvent] = []
-        if probability >= self.settings.threshold:
+        if probability >= span.settings.threshold:
             span.is_voiced = True
-        elif probability < self.settings.negative_threshold:
+        elif probability < span.settings.negative_threshold:
             span.is_voiced = False
         if span.is_voiced:
             span.speech_end_sample = self._now_sample
@@ -181,9 +184,9 @@ class Gate:
                 events.append(SpeechResumed(start_sample))
             return events
         silence_samples = self._now_sample - span.speech_end_sample
-        if silence_samples >= samples_from_ms(self.settings.hangover_ms):
+        if silence_samples >= samples_from_ms(span.settings.hangover_ms):
             self._finish(span, self._now_sample, events)
-        elif silence_samples >= samples_from_ms(self.settings.pause_ms) and not span.is_paused:
+        elif silence_samples >= samples_from_ms(span.settings.pause_ms) and not span.is_paused:
             span.is_paused = True
             events.append(SpeechPaused(self._now_sample))
         return events
@@ -193,7 +196,7 @@ class Gate:
         start_sample = self._start_for(onset_sample)
         self._onset_samples = []
         events.append(SpeechStarted(start_sample, onset_sample))
-        return _Span(start_sample, speech_end_sample)
+        return _Span(self.settings, start_sample, speech_end_sample)
 
     def _finish(self, span: _Span, at_sample: int, events: list[GateEvent]) -> None:
         end_sample = self._end_of(span, at_sample=at_sample)
@@ -204,5 +207,6 @@ class Gate:
     def _start_for(self, onset_sample: int) -> int:
         return max(self._floor_sample, onset_sample - samples_from_ms(self.settings.pre_roll_ms))
 
-    def _end_of(self, span: _Span, *, at_sample: int) -> int:
-        return min(at_sample, span.speech_end_sample + samples_from_ms(self.settings.post_roll_ms))
+    @staticmethod
+    def _end_of(span: _Span, *, at_sample: int) -> int:
+        return min(at_sample, span.speech_end_sample + samples_from_ms(span.settings.post_roll_ms))

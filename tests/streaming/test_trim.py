@@ -45,6 +45,12 @@ def test_a_word_is_never_cut_from_its_continuation() -> None:
     assert choose_cut(words, SPAN, 2) == Cut(2, 70_500)
 
 
+def test_times_outside_the_span_offer_no_place() -> None:
+    span = SpeechSpan(100_000, 340_000)
+    for start, end in ((100_000, 100_000), (0, 50_000), (400_000, 500_000)):
+        assert choose_cut((Word(" a", start, end, None), Word(" b", start, end, None)), span, 1) is None
+
+
 def test_words_without_times_offer_no_place() -> None:
     assert choose_cut((Word(" a", None, None, None), Word(" b", None, None, None)), SPAN, 2) is None
     assert choose_cut((), SPAN, 0) is None

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from streaming.context import Context
 from streaming.pacing import Pacing
 from streaming.transcript import EndReason, Hypothesis, Quality, Segment, Word
-from streaming.utterance import ATTENTION_MARGIN_SAMPLES, CommitPolicy, Purpose, Utterance, settle_by_agreement, settle_by_attention
+from streaming.utterance import (
+    ATTENTION_MARGIN_SAMPLES,
+    CommitPolicy,
+    Purpose,
+    Utterance,
+    settle_by_agreement,
+    settle_by_attention,
+)
 from vad.audio import SpeechSpan
 
 PACING = Pacing(first_partial_samples=8_000, partial_interval_samples=8_000, max_span_samples=160_000)
@@ -235,6 +242,18 @@ def test_a_failed_partial_costs_nothing_but_itself() -> None:
     assert spoken.next_request() is not None
 
 
+def test_a_partial_that_fails_when_the_speech_has_ended_does_not_cost_the_final() -> None:
+    spoken = utterance()
+    spoken.heard(12_000)
+    spoken.next_request()
+    spoken.ended(end_sample=24_000, speech_end_sample=22_000, reason=EndReason.SILENCE)
+    assert spoken.failed() == []
+    request = spoken.next_request()
+    assert request is not None and request.purpose is Purpose.FINAL and request.span == SpeechSpan(0, 24_000)
+    [final] = spoken.decoded(hypothesis(words("it was the")))
+    assert texts(final) == ("it was the", "") and spoken.is_over
+
+
 def test_times_never_run_backwards_where_words_were_decoded_again() -> None:
     spoken = utterance()
     for end_sample in (12_000, 24_000):
@@ -274,3 +293,22 @@ def test_whatever_the_engine_says_settled_words_stay_and_it_ends(steps: list[tup
         before = settled.get(segment.segment_id, [])
         assert now[: len(before)] == before
         settled[segment.segment_id] = now
+
+
+@pytest.mark.parametrize(("mean_logprob", "is_asked_again"), [(-0.6, True), (-0.1, False)])
+def test_a_doubtful_empty_final_behind_a_lead_is_decoded_again_without_it(mean_logprob, is_asked_again) -> None:
+    """Of a phrase said again, whose first time is given, a model may think that it was written already."""
+    spoken = utterance(start_sample=16_000)
+    spoken.context = Context("before", words("so it was"), 0, 12_000)
+    spoken.heard(60_000)
+    spoken.ended(end_sample=60_000, speech_end_sample=58_000, reason=EndReason.SILENCE)
+    request = spoken.next_request()
+    assert request is not None and request.left_context_samples == 16_000
+    assert spoken.decoded(hypothesis((), Quality(mean_logprob, 0.0, 0.0, 0.0))) == []
+    again = spoken.next_request()
+    assert (again is not None) is is_asked_again
+    if again is not None:
+        assert again.is_retry and not again.prefix and not again.prompt and again.left_context_samples == 0
+        [final] = spoken.decoded(hypothesis(words("so it was", start_sample=20_000)))
+        assert texts(final) == ("so it was", "")
+    assert spoken.is_over
