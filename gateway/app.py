@@ -3,6 +3,7 @@
 The app is the same whether uvicorn serves it, another process mounts it, or a test drives it.
 """
 
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -78,15 +79,25 @@ def build_app(config: Config, engines: Mapping[str, SpeechEngine], detector: Spe
         Route("/v1/models", list_models),
         Route("/health", health),
     ]
-    if DEMO_FOLDER.is_dir():
-        page = Mount("/", Page(directory=DEMO_FOLDER, html=True))
-        return Starlette(routes=[*routes, page], lifespan=lifespan)
-    return Starlette(routes=routes, lifespan=lifespan)
+    page = [Mount("/", Page(directory=DEMO_FOLDER, html=True))] if DEMO_FOLDER.is_dir() else []
+    app = Starlette(routes=[*routes, *page], lifespan=lifespan)
+    app.state.server = server
+    return app
+
+
+class UvicornServer(uvicorn.Server):
+    """uvicorn, but that clients hear from us that the server stops: it closes connections before the app may speak."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Say goodbye, then shut down."""
+        assert isinstance(self.config.app, Starlette)
+        await self.config.app.state.server.dismiss()
+        await super().shutdown(sockets)
 
 
 def run(config: Config, engines: Mapping[str, SpeechEngine]) -> None:
     """Serve until interrupted."""
-    uvicorn.Server(uvicorn_config(config, build_app(config, engines))).run()
+    UvicornServer(uvicorn_config(config, build_app(config, engines))).run()
 
 
 def uvicorn_config(config: Config, app: Starlette) -> uvicorn.Config:

@@ -58,6 +58,10 @@ class Ingest:
         samples = self._resampler.flush()
         return IngestResult(samples, self.input_samples_taken, n_dropped_bytes=len(self._cut_frame))
 
+    def drop_cut_frame(self) -> None:
+        """Forget the bytes of a cut sample frame: the next packet begins with a whole one."""
+        self._cut_frame = b""
+
     def sample_at(self, input_sample: int) -> int:
         """The first 16 kHz sample at or behind an input sample."""
         return self._resampler.output_position(input_sample)

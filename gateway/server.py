@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 
+import numpy as np
 from msgspec import UnsetType
+from numpy.typing import NDArray
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
@@ -20,15 +22,15 @@ from gateway.codec import CODECS, Codec, choose_subprotocol
 from gateway.config import Config
 from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Send
 from gateway.errors import ClientError, GatewayError, ServerError
-from gateway.messages import Error, Hello, Partial, ServerMessage
+from gateway.messages import Ack, Audio, Error, Hello, Partial, ServerMessage
 from gateway.session import DecodeJob, ServedModel, Session, State
 from gateway.worker import Worker
 from vad.audio import seconds
-from vad.detector import SpeechDetector
+from vad.detector import DetectorState, SpeechDetector
 
 log = logging.getLogger("senseway")
 
-MAX_OUTGOING = 512  # messages waiting for a client that does not read, superseded partials not counted
+MAX_OUTGOING = 512  # messages waiting for a client that does not read, superseded partials and acks not counted
 MAX_GREETING = 16  # connections beyond max_sessions that have not said hello yet
 GOODBYE_TIMEOUT_S = 2.0  # for a last message to a client that may no longer read
 
@@ -40,18 +42,22 @@ class Connection:
         self.websocket = websocket
         self.codec = codec
         self._outgoing: deque[ServerMessage | Close] = deque()
+        self._max_outgoing = MAX_OUTGOING
         self._has_news = asyncio.Event()
         self.closing: Close | None = None  # nothing is sent after it
+        self.sender = asyncio.create_task(self._send_all())  # done when the connection is over
+
+    def make_room(self, n_messages: int) -> None:
+        """Let ``n_messages`` more wait: those that a resume sends all at once, which no client can have read yet."""
+        self._max_outgoing += n_messages
 
     def post(self, message: ServerMessage) -> bool:
         """Queue ``message``; false if the client has not read for so long that there is no room."""
         if self.closing is not None:
             return True
-        if isinstance(message, Partial):
-            self._outgoing = deque(
-                old for old in self._outgoing if not (isinstance(old, Partial) and old.segment == message.segment)
-            )
-        if len(self._outgoing) >= MAX_OUTGOING:
+        if isinstance(message, Partial | Ack):
+            self._outgoing = deque(old for old in self._outgoing if not _replaces(message, old))
+        if len(self._outgoing) >= self._max_outgoing:
             return False
         self._outgoing.append(message)
         self._has_news.set()
@@ -65,12 +71,13 @@ class Connection:
             self._has_news.set()
 
     def give_up(self, error: GatewayError, code: int) -> None:
-        """Drop what is queued and close with ``error``."""
+        """Drop what is queued and close with ``error``, whether or not the client still reads."""
+        asyncio.get_running_loop().call_later(GOODBYE_TIMEOUT_S, self.sender.cancel)
         self._outgoing.clear()
         self.post(Error(None, error.code, str(error), fatal=True))
         self.close(Close(code, error.code))
 
-    async def send_all(self) -> None:
+    async def _send_all(self) -> None:
         """Send what is posted until the connection closes."""
         while True:
             while self._outgoing:
@@ -94,6 +101,13 @@ class Connection:
         text: str | None = message.get("text")
         data: bytes = message.get("bytes") or b""
         return text if text is not None else data
+
+
+def _replaces(message: Partial | Ack, old: ServerMessage | Close) -> bool:
+    """Whether ``old``, not sent yet, says nothing beside ``message``."""
+    if isinstance(message, Partial):
+        return isinstance(old, Partial) and old.segment == message.segment
+    return isinstance(old, Ack)
 
 
 class Seat:
@@ -121,6 +135,7 @@ class Server:
         self._decode_due = asyncio.Event()
         self._score_due = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: dict[Connection, asyncio.Event] = {}  # open ones; the event is set when one is over
         self._is_stopping = False
 
     @property
@@ -133,15 +148,26 @@ class Server:
         self._spawn(self._decode_forever())
         self._spawn(self._score_forever())
 
+    async def dismiss(self) -> None:
+        """Tell every client that the server stops, and wait a moment until they are told. Nobody is let in any more."""
+        self._is_stopping = True
+        for seat in self._seats.values():
+            seat.has_room.set()
+        for connection in self._connections:
+            if connection.closing is None:
+                connection.give_up(ServerError("shutting_down", "the server stops; connect again later"), 1012)
+        ended = [asyncio.ensure_future(is_over.wait()) for is_over in self._connections.values()]
+        if ended:
+            _, late = await asyncio.wait(ended, timeout=GOODBYE_TIMEOUT_S)
+            for waiting in late:
+                waiting.cancel()
+
     async def stop(self) -> None:
         """Tell every client, and end what runs."""
-        self._is_stopping = True
-        for seat in list(self._seats.values()):
+        await self.dismiss()
+        for seat in self._seats.values():
             if seat.timer is not None:
                 seat.timer.cancel()
-            if seat.connection is not None:
-                seat.connection.give_up(ServerError("shutting_down", "the server stops; connect again later"), 1012)
-        await asyncio.sleep(0)  # lets the farewells reach their sockets
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -158,13 +184,15 @@ class Server:
             return
         await websocket.accept(subprotocol if websocket.scope["subprotocols"] else None)
         connection = Connection(websocket, CODECS[subprotocol])
-        sender = asyncio.create_task(connection.send_all())
+        is_over = self._connections[connection] = asyncio.Event()
         try:
-            await self._converse(connection, sender)
+            await self._converse(connection)
         finally:
-            await self._end(connection, sender)
+            await self._end(connection)
+            del self._connections[connection]
+            is_over.set()
 
-    async def _converse(self, connection: Connection, sender: asyncio.Task[None]) -> None:
+    async def _converse(self, connection: Connection) -> None:
         """Feed a session with what the client sends, until either side has enough."""
         seat = self._new_seat()
         if seat is None:
@@ -174,18 +202,21 @@ class Server:
         try:
             while connection.closing is None:
                 reading = asyncio.ensure_future(connection.receive())
-                await asyncio.wait({reading, sender}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({reading, connection.sender}, return_when=asyncio.FIRST_COMPLETED)
                 if not reading.done():  # the sender ended: closed, or the client is gone
                     reading.cancel()
                     return
-                seat = self._take_frame(seat, connection, reading.result())
+                frame = reading.result()
+                if connection.closing is not None:  # taken over, say: the session is no longer this connection's
+                    return
+                seat = await self._take_frame(seat, connection, frame)
                 await seat.has_room.wait()
         except WebSocketDisconnect:
             return
         finally:
             self._detach(connection)
 
-    def _take_frame(self, seat: Seat, connection: Connection, frame: str | bytes) -> Seat:
+    async def _take_frame(self, seat: Seat, connection: Connection, frame: str | bytes) -> Seat:
         """Hand one frame to the session; answers with the seat the connection belongs to from then on."""
         try:
             message = connection.codec.decode(frame)
@@ -196,16 +227,36 @@ class Server:
         if isinstance(message, Hello) and isinstance(message.resume, UnsetType) and self._is_full(seat):
             connection.give_up(ServerError("server_full", "no room for another session; try again later"), 1013)
             return seat
+        if isinstance(message, Audio):
+            await self._take_audio(seat, connection, message.data)
+            return seat
         self._feed(seat, lambda now_s: seat.session.receive(message, now_s))
         # A hello that wants another session back has moved this connection to that one's seat.
         return next((other for other in self._seats.values() if other.connection is connection), seat)
 
-    async def _end(self, connection: Connection, sender: asyncio.Task[None]) -> None:
+    async def _take_audio(self, seat: Seat, connection: Connection, data: bytes) -> None:
+        """Hand over audio piece by piece, with a turn for the others in between: a frame may hold two minutes."""
+        piece_bytes = seat.session.piece_bytes
+        for start in range(0, max(1, len(data)), piece_bytes):
+            if start:
+                await asyncio.sleep(0)
+                if connection.closing is not None:
+                    return
+            piece = Audio(data[start : start + piece_bytes])
+            n_bytes_to_come = max(0, len(data) - start - piece_bytes)
+            self._feed(seat, partial(self._receive_piece, seat.session, piece, n_bytes_to_come))
+
+    @staticmethod
+    def _receive_piece(session: Session, piece: Audio, n_bytes_to_come: int, now_s: float) -> list[Effect]:
+        return session.receive(piece, now_s, n_bytes_to_come=n_bytes_to_come)
+
+    @staticmethod
+    async def _end(connection: Connection) -> None:
         """Give the last messages their chance; a client that does not read loses them."""
         if connection.websocket.application_state is WebSocketState.CONNECTED:
-            await asyncio.wait({sender}, timeout=GOODBYE_TIMEOUT_S if connection.closing else 0)
-        sender.cancel()
-        await asyncio.gather(sender, return_exceptions=True)
+            await asyncio.wait({connection.sender}, timeout=GOODBYE_TIMEOUT_S if connection.closing else 0)
+        connection.sender.cancel()
+        await asyncio.gather(connection.sender, return_exceptions=True)
 
     def _is_full(self, greeting: Seat) -> bool:
         """Whether there is no room for the new session that ``greeting`` asks for."""
@@ -254,13 +305,20 @@ class Server:
         if wanted.connection is not None:
             wanted.connection.give_up(ServerError("taken_over", "the session was resumed on another connection"), 4410)
         wanted.connection, fresh.connection = fresh.connection, None
+        if wanted.connection is not None:
+            wanted.connection.make_room(len(effects))
         self._forget(fresh)
         self._apply(wanted, effects)
 
     # ------------------------------------------------------------------ effects
 
     def _feed(self, seat: Seat, call: Callable[[float], list[Effect]]) -> None:
-        """Give a session one input and carry out what follows. A fault in it ends this session and no other."""
+        """Give a session one input and carry out what follows. A fault in it ends this session and no other.
+
+        One that is over may still be answered, by an engine that was at work for it: nothing comes of that.
+        """
+        if self._seats.get(seat.session.session_id) is not seat:
+            return
         try:
             self._apply(seat, call(self._now_s()))
         except Exception:  # noqa: BLE001  # the outermost shell of a session: it ends, the others go on
@@ -272,6 +330,8 @@ class Server:
         if seat.connection is not None:
             seat.connection.give_up(ServerError("internal", "a fault of the server ended this session"), 1011)
         self._forget(seat)
+        self._spawn(self._close_all(seat.session.session_id))
+        self._decode_due.set()  # the decode that failed here may have been all that the loop had in hand
 
     def _apply(self, seat: Seat, effects: Iterable[Effect]) -> None:
         for effect in effects:
@@ -281,7 +341,7 @@ class Server:
                 case OpenStream():
                     self._spawn(self._open(seat, effect))
                 case CloseStream(stream_id):
-                    self._spawn(self._worker.close((seat.session.session_id, stream_id)))
+                    self._spawn(self._close(seat.session.session_id, stream_id))
                 case Close():
                     if seat.connection is not None:
                         seat.connection.close(effect)
@@ -338,6 +398,18 @@ class Server:
             return
         self._feed(seat, lambda now_s: seat.session.opened(("vocabulary_truncated", warning) for warning in warnings))
 
+    async def _close(self, session_id: str, stream_id: int) -> None:
+        try:
+            await self._worker.close((session_id, stream_id))
+        except Exception:
+            log.exception("an engine stream could not be closed")
+
+    async def _close_all(self, session_id: str) -> None:
+        try:
+            await self._worker.close_all(session_id)
+        except Exception:
+            log.exception("the engine streams of a session could not be closed")
+
     # ------------------------------------------------------------------ engines and detector
 
     async def _decode_forever(self) -> None:
@@ -360,10 +432,13 @@ class Server:
             if (priority := seat.session.decode_priority) is not None and (model := seat.session.model) is not None
         ]
 
-    @staticmethod
-    def _take_job(seat: Seat) -> DecodeJob | None:
+    def _take_job(self, seat: Seat) -> DecodeJob | None:
         seat.waiting_since_s = None
-        return seat.session.next_decode()
+        try:
+            return seat.session.next_decode()
+        except Exception:  # noqa: BLE001  # as in _feed: this session ends, the loop goes on for the others
+            self._fail(seat)
+            return None
 
     async def _decode(self, jobs: list[tuple[Seat, DecodeJob]]) -> None:
         batch = [((seat.session.session_id, job.stream_id), job.chunk) for seat, job in jobs]
@@ -393,16 +468,21 @@ class Server:
             await self._score_due.wait()
             self._score_due.clear()
             due = [(seat, work) for seat in self._seats.values() if (work := seat.session.windows_to_score())]
-            if not due:
-                continue
-            try:
-                results = await self._worker.score([work for _, work in due])
-            except Exception:  # noqa: BLE001  # a detector may raise anything; sessions without it can't go on
-                for seat, _ in due:
-                    self._fail(seat)
-                continue
-            for (seat, _), (probabilities, state) in zip(due, results, strict=True):
-                self._feed(seat, partial(seat.session.scored, probabilities, state))
+            if due:
+                await self._score(due)
+
+    async def _score(self, due: list[tuple[Seat, tuple[DetectorState, NDArray[np.float32]]]]) -> None:
+        try:
+            results = await self._worker.score([work for _, work in due])
+        except Exception:  # noqa: BLE001  # a detector may raise anything; a session without it can't go on
+            if len(due) == 1:
+                self._fail(due[0][0])
+                return
+            for alone in due:  # so that windows it can't take cost nobody else anything
+                await self._score([alone])
+            return
+        for (seat, _), (probabilities, state) in zip(due, results, strict=True):
+            self._feed(seat, partial(seat.session.scored, probabilities, state))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -59,7 +59,7 @@ from streaming.window import RollingAudio
 from vad import gate as vad_gate
 from vad.audio import AudioFrame, samples_from_ms, seconds
 from vad.detector import DetectorState
-from vad.framer import Framer, padded
+from vad.framer import WINDOW_SAMPLES, Framer, padded
 from vad.gate import Gate, GateSettings
 
 HELLO_TIMEOUT_S = 10.0
@@ -72,6 +72,8 @@ LAG_WARNING_S = 2.0
 LAG_WARNING_INTERVAL_S = 10.0
 MAX_WINDOWS_A_SCORE = 64  # 2 s of audio, so that a fast sender does not hold up the others in a batch
 MAX_LOGGED_EVENTS = 4_096
+MAX_ERROR_CHARACTERS = 1_000  # an error quotes what came, which may be as long as a frame
+PIECE_MS = 100  # of audio: what one call of ``receive`` should have to resample at most
 
 
 class State(Enum):
@@ -161,6 +163,7 @@ class Session:
         self._began_s = now_s
         self._last_audio_s = now_s
         self._last_packet_s = 0.0
+        self._is_in_packet = False  # the rest of the last packet is still to come
         self._lost_s: float | None = None
         # events
         self._n_events = 0
@@ -173,6 +176,7 @@ class Session:
         self._ingest: Ingest | None = None
         self._opening: list[NDArray[np.float32]] | None = []  # the first samples, until they have been looked at
         self._first_packet_s = now_s
+        self._first_packet_samples = 0
         self._audio = RollingAudio()
         self._framer = Framer()
         self._timeline: deque[AudioFrame | _Barrier] = deque()  # windows to score, and what stands between them
@@ -202,35 +206,44 @@ class Session:
 
     # ------------------------------------------------------------------ inputs from the connection
 
-    def receive(self, message: ClientMessage, now_s: float) -> list[Effect]:
-        """A message came."""
+    def receive(self, message: ClientMessage, now_s: float, *, n_bytes_to_come: int = 0) -> list[Effect]:
+        """A message came. Audio may be handed over in pieces; ``n_bytes_to_come`` of its packet follow this one."""
         try:
-            return self._receive(message, now_s)
+            return self._receive(message, now_s, n_bytes_to_come)
         except ClientError as error:
             return self.refuse(error, message.id if isinstance(message, Flush | Update) else None)
 
     def refuse(self, error: ClientError, message_id: str | None = None) -> list[Effect]:
         """Tell the client what was wrong with its message; the session goes on unless the error is fatal."""
-        kind = ERRORS[error.code]
-        told = Error(None, error.code, str(error), kind.is_fatal, message_id)
+        kind, message = ERRORS[error.code], str(error)
+        if len(message) > MAX_ERROR_CHARACTERS:
+            message = message[: MAX_ERROR_CHARACTERS - 1] + "…"
+        told = Error(None, error.code, message, kind.is_fatal, message_id)
         effects = [Send(told) if self.state is State.GREETING else self._event(told)]
         return [*effects, Close(kind.close_code, error.code)] if kind.close_code is not None else effects
 
     def peer_gone(self, now_s: float) -> list[Effect]:
-        """The connection is gone. An open session waits to be resumed."""
+        """The connection is gone. A session that was greeted waits to be resumed."""
+        if self.state is State.GREETING:
+            return self._close()
         self._lost_s = now_s
-        return self._close() if self.state is State.GREETING else []
+        return []
 
     def resume(self, last_event: int, now_s: float) -> list[Effect]:
         """A new connection takes this session up, having seen every event up to ``last_event``.
 
         Raises:
-            ClientError: ``unknown_session``, if it is over or events that were not seen are no longer kept.
+            ClientError: ``unknown_session``, if its window has passed or events that were not seen are no longer kept.
         """
+        if self._lost_s is not None and now_s >= self._window_end_s(self._lost_s):
+            raise ClientError("unknown_session", "the window to resume it has passed; say hello anew")
         if self._ready is None or not self._forgotten_event <= last_event <= self._n_events:
             raise ClientError("unknown_session", "events after last_event are not kept; say hello anew")
+        assert self._ingest is not None
         self._lost_s = None
         self._last_audio_s = now_s
+        self._ingest.drop_cut_frame()  # the client goes on at a whole sample, with a packet of its own
+        self._is_in_packet = False
         self._acked_samples = self._taken_samples
         ready = structs.replace(self._ready, resumed=True, taken_samples=self._taken_samples)
         missed = [Send(event) for number, event in self._log.items() if number > last_event]
@@ -243,12 +256,12 @@ class Session:
                 *self.refuse(ClientError("hello_timeout", f"no valid hello within {HELLO_TIMEOUT_S:g} s")),
                 *self._close(),
             ]
-        if (
-            self.state is State.OPEN
-            and self._lost_s is not None
-            and now_s >= self._lost_s + self._config.resume_window_s
-        ):
-            return self._drain(EndReason.END, now_s)
+        if self._lost_s is not None and now_s >= self._window_end_s(self._lost_s):
+            if self.state is State.OPEN:
+                return self._drain(EndReason.END, now_s)
+            if self.state is State.CLOSED:
+                self._lost_s = None  # nobody can want it back any more
+                return []
         if self._may_stall and now_s >= self._stall_s:
             self._last_audio_s = now_s
             return self._put_barrier(_Barrier(0, EndReason.STALL), now_s)
@@ -260,17 +273,26 @@ class Session:
         if self.state is State.GREETING:
             return self._began_s + HELLO_TIMEOUT_S
         times = []
-        if self.state is State.OPEN and self._lost_s is not None:
-            times.append(self._lost_s + self._config.resume_window_s)
+        if self.state in (State.OPEN, State.CLOSED) and self._lost_s is not None:
+            times.append(self._window_end_s(self._lost_s))
         if self._may_stall:
             times.append(self._stall_s)
         return min(times, default=None)
 
     def is_forgettable(self, now_s: float) -> bool:
         """Whether nobody can want this session any more; one that ended while its client was away can be resumed."""
-        return self.state is State.CLOSED and (
-            self._lost_s is None or now_s >= self._lost_s + self._config.resume_window_s
-        )
+        return self.state is State.CLOSED and (self._lost_s is None or now_s >= self._window_end_s(self._lost_s))
+
+    def _window_end_s(self, lost_s: float) -> float:
+        """Until when a session lost at ``lost_s`` can be resumed."""
+        return lost_s + self._config.resume_window_s
+
+    @property
+    def piece_bytes(self) -> int:
+        """How many bytes of audio ``receive`` should be given at once, so that nobody else waits for long."""
+        if self._ingest is None:
+            return MAX_FRAME_BYTES
+        return self._ingest.format.frame_bytes * self._ingest.format.sample_rate_hz * PIECE_MS // 1_000
 
     @property
     def wants_audio(self) -> bool:
@@ -363,7 +385,7 @@ class Session:
 
     # ------------------------------------------------------------------ messages
 
-    def _receive(self, message: ClientMessage, now_s: float) -> list[Effect]:
+    def _receive(self, message: ClientMessage, now_s: float, n_bytes_to_come: int) -> list[Effect]:
         if self.state is State.GREETING:
             if not isinstance(message, Hello):
                 raise ClientError("hello_required", "say hello first, with the audio's format")
@@ -374,7 +396,7 @@ class Session:
             case Hello():
                 raise ClientError("already_greeted", "the session is open; change its settings with update")
             case Audio(data):
-                return self._take(data, now_s)
+                return self._take(data, now_s, n_bytes_to_come)
             case Flush():
                 return self._put_barrier(_Barrier(0, message), now_s)
             case Update():
@@ -432,13 +454,14 @@ class Session:
     def _taken_samples(self) -> int:
         return self._ingest.input_samples_taken if self._ingest else 0
 
-    def _take(self, data: bytes, now_s: float) -> list[Effect]:
+    def _take(self, data: bytes, now_s: float, n_bytes_to_come: int) -> list[Effect]:
         if not data:
             raise ClientError("empty_audio", "an audio frame without bytes")
         assert self._ingest is not None
         self._last_audio_s = now_s
         result = self._ingest.push(data)
-        self._last_packet_s = seconds(len(result.samples))
+        self._last_packet_s = (self._last_packet_s if self._is_in_packet else 0.0) + seconds(len(result.samples))
+        self._is_in_packet = n_bytes_to_come > 0
         effects: list[Effect] = []
         if result.n_non_finite:
             effects += self._warn_once("non_finite_samples", "NaN or infinite samples were taken as silence")
@@ -464,15 +487,19 @@ class Session:
             return []
         if not self._opening:
             self._first_packet_s = now_s
-        self._opening.append(samples)
-        n_samples = sum(map(len, self._opening))
+        if len(samples):
+            self._opening.append(samples)
+        if self._is_in_packet:
+            return []
+        n_samples = self._audio.end_sample
+        self._first_packet_samples = self._first_packet_samples or n_samples
         since_first_s = now_s - self._first_packet_s
         if n_samples < OPENING_SAMPLES and since_first_s < seconds(OPENING_SAMPLES):
             return []
-        doubt = suspect(np.concatenate(self._opening))
+        doubt = suspect(np.concatenate(self._opening)[:OPENING_SAMPLES]) if self._opening else None
         if doubt is None and since_first_s > MIN_PACE_S:
             assert self._ingest is not None
-            pace = seconds(n_samples - len(self._opening[0])) / since_first_s
+            pace = seconds(n_samples - self._first_packet_samples) / since_first_s
             doubt = suspect_pace(pace, self._ingest.format.sample_rate_hz)
         self._opening = None
         return [self._event(Warning(0, "audio_suspect", doubt))] if doubt else []
@@ -490,9 +517,11 @@ class Session:
     def _forget_audio(self, now_s: float) -> None:
         was_behind = self._is_behind
         in_work = [spoken.utterance.keep_from_sample for spoken in self._spoken]
-        lead = self._context.for_speech_at(self._gate.keep_from_sample)  # for an utterance that may begin any moment
+        # A flush inside a window that was filled up with zeros takes the gate back by less than a window.
+        keep_from_sample = self._gate.keep_from_sample - WINDOW_SAMPLES
+        lead = self._context.for_speech_at(keep_from_sample)  # for an utterance that may begin any moment
         led = [lead.lead_start_sample] if lead.lead and not in_work else []
-        self._audio.drop_before(min([self._gate.keep_from_sample, *in_work, *led]))
+        self._audio.drop_before(min([keep_from_sample, *in_work, *led]))
         if was_behind and not self._is_behind:
             self._last_audio_s = now_s  # the client paused for us: it has not stalled
 

@@ -42,15 +42,23 @@ class Worker:
         """Close an engine stream. One that was never opened is no error."""
         await _on(self._engine_thread, lambda: self._close(key))
 
+    async def close_all(self, session_id: str) -> None:
+        """Close every engine stream of a session."""
+        await _on(self._engine_thread, lambda: self._close_all(session_id))
+
     async def decode(self, model: str, batch: Sequence[tuple[StreamKey, Chunk]]) -> list[Hypothesis]:
-        """One hypothesis for each chunk. All chunks are of streams of ``model``."""
+        """One hypothesis for each chunk. All chunks are of streams of ``model``.
+
+        Raises:
+            Exception: whatever the engine raises, and ``ValueError`` if it does not answer for each chunk.
+        """
         return await _on(self._engine_thread, lambda: self._decode(model, batch))
 
     async def score(
         self, batch: Sequence[tuple[DetectorState, NDArray[np.float32]]]
     ) -> list[tuple[NDArray[np.float32], DetectorState]]:
-        """Probabilities and new state for each session's windows."""
-        return await _on(self._detector_thread, lambda: self._detector.score(batch))
+        """Probabilities and new state for each session's windows. Raises as ``decode`` does."""
+        return await _on(self._detector_thread, lambda: _one_each(self._detector.score(batch), len(batch)))
 
     def _open(self, key: StreamKey, model: str, options: DecodeOptions) -> tuple[str, ...]:
         engine = self._engines[model]
@@ -64,8 +72,19 @@ class Worker:
             engine, stream = entry
             engine.close(stream)
 
+    def _close_all(self, session_id: str) -> None:
+        for key in [key for key in self._streams if key[0] == session_id]:
+            self._close(key)
+
     def _decode(self, model: str, batch: Sequence[tuple[StreamKey, Chunk]]) -> list[Hypothesis]:
-        return self._engines[model].decode([(self._streams[key][1], chunk) for key, chunk in batch])
+        answers = self._engines[model].decode([(self._streams[key][1], chunk) for key, chunk in batch])
+        return _one_each(answers, len(batch))
+
+
+def _one_each(answers: list[Result], n_asked: int) -> list[Result]:
+    if len(answers) != n_asked:
+        raise ValueError(f"{len(answers)} answers where {n_asked} were asked for")
+    return answers
 
 
 async def _on(thread: ThreadPoolExecutor, call: Callable[[], Result]) -> Result:

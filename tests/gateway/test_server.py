@@ -4,20 +4,26 @@ import asyncio
 import json
 import socket
 import threading
+import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import msgpack
 import numpy as np
 import pytest
-import uvicorn
+from numpy.typing import NDArray
+from starlette.applications import Starlette
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from gateway.app import build_app, uvicorn_config
+from gateway.app import UvicornServer, build_app, uvicorn_config
 from gateway.config import Config, ServerConfig, SessionConfig
+from gateway.session import DecodeJob, Session
 from models.scripted import ScriptedEngine, recite
+from streaming.engine import Chunk, EngineStream
+from streaming.transcript import Hypothesis
+from vad.detector import DetectorState, SpeechDetector
 from vad.energy import EnergyDetector
 
 pytestmark = pytest.mark.e2e
@@ -34,7 +40,7 @@ def speech(duration_s: float, before_s: float = 0.5, after_s: float = 1.0) -> by
 
 
 @contextmanager
-def served(engine: ScriptedEngine, **server: int) -> Iterator[str]:
+def served(engine: ScriptedEngine, detector: SpeechDetector | None = None, **server: int) -> Iterator[str]:
     """A server on a free port, on a thread of its own; gives its address."""
     config = Config(
         models=("scripted",),
@@ -43,12 +49,13 @@ def served(engine: ScriptedEngine, **server: int) -> Iterator[str]:
     )
     ready = threading.Event()
 
-    class Server(uvicorn.Server):
+    class Server(UvicornServer):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             ready.set()
 
-    uvicorn_server = Server(uvicorn_config(config, build_app(config, {"scripted": engine}, EnergyDetector())))
+    app = build_app(config, {"scripted": engine}, detector or EnergyDetector())
+    uvicorn_server = Server(uvicorn_config(config, app))
     thread = threading.Thread(target=uvicorn_server.run, daemon=True)
     thread.start()
     assert ready.wait(DEADLINE_S)
@@ -59,6 +66,15 @@ def served(engine: ScriptedEngine, **server: int) -> Iterator[str]:
         uvicorn_server.should_exit = True
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
+
+
+def sessions_become(address: str, n_sessions: int) -> bool:
+    """Whether the server comes to count so many sessions."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        if json.load(urllib.request.urlopen(f"http://{address}/health", timeout=DEADLINE_S))["sessions"] == n_sessions:
+            return True
+    return False
 
 
 @pytest.fixture
@@ -323,6 +339,156 @@ def test_a_client_that_vanishes_in_mid_word_leaves_nothing_behind(engine: Script
             stream.send(json.dumps(HELLO))
             stream.send(speech(2.0))
             assert finals(finish(stream)) == "it was the best of times"
+
+
+def test_connections_that_never_say_hello_leave_their_places_free(engine: ScriptedEngine) -> None:
+    with served(engine, max_sessions=1) as address:
+        for _ in range(40):
+            with open_stream(address):
+                pass
+        assert sessions_become(address, 0)
+        with open_stream(address) as stream:
+            stream.send(json.dumps(HELLO))
+            assert hear(stream, "ready")
+
+
+def test_a_session_gone_through_many_events_is_resumed_from_the_first(address: str) -> None:
+    with open_stream(address) as stream:
+        stream.send(json.dumps(HELLO))
+        session_id = hear(stream, "ready")["session_id"]
+        for index in range(1_000):
+            tell(stream, type="flush", id=str(index))
+            hear(stream, "flushed")
+        stream.socket.shutdown(socket.SHUT_RDWR)
+    with open_stream(address) as stream:
+        tell(stream, type="hello", resume={"session_id": session_id, "last_event": 0})
+        messages = finish(stream)
+    assert [m["id"] for m in messages if m["type"] == "flushed"] == [str(index) for index in range(1_000)]
+
+
+def test_what_an_old_connection_says_late_does_not_reach_the_resumed_session(engine: ScriptedEngine) -> None:
+    """The old client does not read, so its goodbye is stuck; then a frame of it arrives."""
+    config = Config(models=("scripted",))
+
+    async def scene() -> dict:
+        app = build_app(config, {"scripted": engine}, EnergyDetector())
+        async with app.router.lifespan_context(app):
+            old, new = Peer(app), Peer(app)
+            old.say(HELLO)
+            session_id = (await old.hear("ready"))["session_id"]
+            old.reads.clear()
+            new.say({"type": "hello", "resume": {"session_id": session_id, "last_event": 0}})
+            assert (await new.hear("ready"))["taken_samples"] == 0
+            old.inbox.put_nowait({"type": "websocket.receive", "bytes": bytes(32_000)})
+            await old.inbox_is_empty()
+            new.say({"type": "bye"})
+            bye = await new.hear("bye")
+            old.reads.set()
+            await asyncio.gather(old.task, new.task)
+            return bye
+
+    assert asyncio.run(asyncio.wait_for(scene(), DEADLINE_S))["audio_s"] == 0
+
+
+class Peer:
+    """A client without a socket, for what has to happen in an exact order."""
+
+    def __init__(self, app: Starlette) -> None:
+        self.inbox: asyncio.Queue[dict] = asyncio.Queue()
+        self.outbox: asyncio.Queue[dict] = asyncio.Queue()
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.inbox.put_nowait({"type": "websocket.connect"})
+        scope = {"type": "websocket", "path": "/v1/stream", "subprotocols": [], "headers": [], "query_string": b""}
+        self.task = asyncio.create_task(app(scope, self.inbox.get, self._send))  # type: ignore[arg-type]
+
+    async def _send(self, message: dict) -> None:
+        await self.reads.wait()
+        self.outbox.put_nowait(message)
+
+    def say(self, message: dict) -> None:
+        self.inbox.put_nowait({"type": "websocket.receive", "text": json.dumps(message)})
+
+    async def hear(self, kind: str) -> dict:
+        while True:
+            message = await self.outbox.get()
+            if "text" in message and (said := json.loads(message["text"]))["type"] == kind:
+                return said
+
+    async def inbox_is_empty(self) -> None:
+        while not self.inbox.empty():
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+def test_clients_are_told_when_the_server_stops(engine: ScriptedEngine) -> None:
+    with ExitStack() as stack:
+        with served(engine) as address:
+            stream = stack.enter_context(open_stream(address))
+            stream.send(json.dumps(HELLO))
+            hear(stream, "ready")
+        assert hear(stream, "error")["code"] == "shutting_down"
+        with pytest.raises(ConnectionClosed) as caught:
+            stream.recv(timeout=DEADLINE_S)
+        assert caught.value.rcvd is not None and caught.value.rcvd.code == 1012
+
+
+def test_a_fault_in_one_session_ends_it_alone_and_frees_its_streams(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    next_decode = Session.next_decode
+
+    def faulty(session: Session) -> DecodeJob | None:
+        if session.session_id in faulty_ids:
+            raise ValueError("no such audio")
+        return next_decode(session)
+
+    faulty_ids: set[str] = set()
+    monkeypatch.setattr(Session, "next_decode", faulty)
+    with served(engine) as address, open_stream(address) as stream, open_stream(address) as other:
+        stream.send(json.dumps(HELLO))
+        faulty_ids.add(hear(stream, "ready")["session_id"])
+        stream.send(speech(2.0))
+        assert hear(stream, "error")["code"] == "internal"
+        other.send(json.dumps(HELLO))
+        other.send(speech(2.0))
+        assert finals(finish(other)) == "it was the best of times"
+        assert engine.n_open_streams == 0
+
+
+def test_an_engine_that_does_not_answer_for_each_chunk_has_failed() -> None:
+    class Mute(ScriptedEngine):
+        def decode(self, batch: Sequence[tuple[EngineStream, Chunk]]) -> list[Hypothesis]:
+            return []
+
+    with served(Mute(recite("it was", start_sample=8_000))) as address, open_stream(address) as stream:
+        stream.send(json.dumps(HELLO))
+        stream.send(speech(1.5))
+        assert hear(stream, "error")["code"] == "decode_failed"
+        assert finals(finish(stream)) == ""
+
+
+def test_windows_that_the_detector_can_not_take_end_their_own_session_only(engine: ScriptedEngine) -> None:
+    class Choosy(EnergyDetector):
+        def score(
+            self, batch: Sequence[tuple[DetectorState, NDArray[np.float32]]]
+        ) -> list[tuple[NDArray[np.float32], DetectorState]]:
+            if any(float(np.abs(windows).max()) > 0.999 for _, windows in batch):
+                raise ValueError("too loud")
+            return super().score(batch)
+
+    with served(engine, Choosy()) as address, open_stream(address) as stream, open_stream(address) as other:
+        stream.send(json.dumps(HELLO))
+        hear(stream, "ready")
+        other.send(json.dumps(HELLO))
+        quiet = (np.frombuffer(speech(2.0), "<i2") // 2).astype("<i2").tobytes()
+        for at in range(0, len(quiet), 32_000):
+            other.send(quiet[at : at + 32_000])
+            if at == 32_000:
+                stream.send(b"\xff\x7f" * 16_000)
+        assert hear(stream, "error")["code"] == "internal"
+        assert finals(finish(other)) == "it was the best of times"
+        assert engine.n_open_streams == 0
 
 
 def test_many_sessions_at_once_never_mix() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gateway import messages as m
 from gateway.effects import Close, Send
 from gateway.errors import ClientError
-from gateway.session import HELLO_TIMEOUT_S, MAX_RETAINED_S, STALL_S, State
+from gateway.session import HELLO_TIMEOUT_S, MAX_ERROR_CHARACTERS, MAX_RETAINED_S, STALL_S, State
 from vad.audio import SAMPLE_RATE_HZ
 
 BYE = m.Bye()
@@ -157,6 +157,16 @@ def test_flush_is_answered_behind_the_finals_and_the_session_goes_on(world) -> N
     assert text(of(seen, m.Final)).split() == [word.text.strip() for word in second.words]
 
 
+@pytest.mark.parametrize("silence_ms", range(1_000, 1_064, 9))
+def test_speech_right_behind_a_flush_in_silence_keeps_its_audio(world, silence_ms) -> None:
+    scene = world.make_scene([silence_ms / 1_000, 3, 1.0])
+    pcm, cut = scene.pcm(), 2 * silence_ms * SAMPLE_RATE_HZ // 1_000
+    simulation = world.simulation(world.Engine(scene.words))
+    inputs = [(0.0, world.hello), (1.0, m.Audio(pcm[:cut])), (1.0, m.Flush("a"))]
+    seen = simulation.run([*inputs, *world.packets(pcm[cut:], start_s=1.0)])
+    assert text(of(seen, m.Final)) == "w0 w1 w2"
+
+
 @pytest.mark.parametrize("gap_ms", range(0, 201, 20))
 def test_a_last_word_just_before_the_flush_is_not_lost(world, gap_ms) -> None:
     scene = world.make_scene([1.0, 1, gap_ms / 1000])
@@ -192,6 +202,16 @@ def test_update_takes_effect_behind_the_audio_before_it(world) -> None:
     assert streams == sorted(streams) and set(streams) == {1, 2}  # the utterance in progress kept its stream
     assert not next(d for d in simulation.decodes if d.job.stream_id == 2).job.chunk.left_context_samples
     assert engine.n_open == 0
+
+
+@pytest.mark.parametrize("hangover_ms", [150, 3_000])
+def test_speech_in_progress_ends_with_the_old_hangover(world, hangover_ms) -> None:
+    scene = world.make_scene([0.5, 3, 0.3, 3, 1.5])
+    simulation = world.simulation(world.Engine(scene.words))
+    pcm = list(world.packets(scene.pcm()))
+    update = (pcm[10][0], m.Update(id="u", hangover_ms=hangover_ms))
+    seen = simulation.run([(0.0, world.hello), *pcm[:10], update, *pcm[10:]])
+    assert [final.text for final in of(seen, m.Final)] == ["w0 w1 w2 w3 w4 w5"]
 
 
 def test_an_update_that_the_model_can_not_honour_changes_nothing(world) -> None:
@@ -253,6 +273,31 @@ def test_a_partial_that_nothing_comes_of_is_taken_back(world) -> None:
     seen, _ = play(world, scene, engine=engine)
     assert of(seen, m.Partial)[0].text
     assert of(seen, m.Final)[-1].text == ""
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=LAYOUTS, delay_s=st.sampled_from([0.0, 0.7]), data=st.data())
+def test_whatever_times_an_engine_gives_its_words_the_session_ends_and_they_lie_in_their_segment(
+    world, layout, delay_s, data
+) -> None:
+    scene = world.make_scene([*layout, 45, 0.6, 3])
+    random = data.draw(st.randoms(use_true_random=False))
+
+    def anywhere(chunk, words):
+        def time():
+            reach = 40_000
+            at = random.randint(chunk.span.start_sample - reach, chunk.span.end_sample + reach)
+            return random.choice([None, chunk.span.start_sample, at, at])
+
+        return tuple(replace(word, start_sample=time(), end_sample=time()) for word in words)
+
+    engine = world.Engine(scene.words, garble=anywhere)
+    seen, simulation = play(world, scene, delay_s=delay_s, engine=engine)
+    assert simulation.session.state is State.CLOSED and engine.n_open == 0
+    for event in of(seen, m.Partial | m.Final):
+        for word in event.words:
+            if word.start_s is not None and word.end_s is not None:
+                assert event.start_s <= word.start_s <= word.end_s <= event.end_s
 
 
 def test_hello_must_come_first_and_only_once(world) -> None:
@@ -350,6 +395,37 @@ def test_bytes_left_over_at_the_end_are_named(world) -> None:
     session.receive(m.Audio(b"123"), 0.0)
     effects = session.receive(BYE, 0.1)
     assert any(isinstance(e, Send) and getattr(e.message, "code", "") == "incomplete_sample" for e in effects)
+
+
+def test_an_error_never_repeats_all_of_a_long_value(world) -> None:
+    session = world.session(world.Engine(()))
+    session.receive(world.hello, 0.0)
+    [effect] = session.receive(m.Update(id="u", language="x" * 1_000_000), 0.1)
+    assert len(effect.message.message) <= MAX_ERROR_CHARACTERS
+
+
+def test_a_packet_in_pieces_is_judged_as_one(world) -> None:
+    """A client that sends a second at a time is not too fast and has not stalled, however its packets are handed over."""
+    packet = bytes(32_000)
+    effects = []
+    session = world.session(world.Engine(()))
+    session.receive(world.hello, 0.0)
+    for at_s in range(1, 5):
+        for start in range(0, len(packet), session.piece_bytes):
+            piece = m.Audio(packet[start : start + session.piece_bytes])
+            to_come = len(packet) - start - len(piece.data)
+            effects += session.receive(piece, float(at_s), n_bytes_to_come=to_come)
+    assert session.piece_bytes == 3_200
+    assert not [e for e in effects if isinstance(e, Send) and isinstance(e.message, m.Warning)]
+
+    scene = world.make_scene([0.5, 3])
+    pcm = scene.pcm()
+    session.receive(m.Audio(pcm[:16_000]), 5.0, n_bytes_to_come=len(pcm) - 16_000)
+    session.receive(m.Audio(pcm[16_000:]), 5.0)
+    while work := session.windows_to_score():
+        [(probabilities, state)] = world.Detector().score([work])
+        session.scored(probabilities, state, 5.0)
+    assert session.next_wake_s == pytest.approx(5.0 + STALL_S + len(pcm) / 2 / SAMPLE_RATE_HZ)
 
 
 def test_vocabulary_that_does_not_fit_is_named(world) -> None:
@@ -450,6 +526,53 @@ def test_a_session_nobody_takes_up_ends_as_with_bye(world) -> None:
     assert simulation.session.state is State.CLOSED
     assert engine.n_open == 0
     assert simulation.session.is_forgettable(100.0)
+
+
+def test_after_the_window_a_session_is_over_though_it_still_decodes(world) -> None:
+    scene = world.make_scene([0.5, 3])
+    session = world.session(world.Engine(scene.words), resume_window_s=5)
+    session.receive(world.hello, 0.0)
+    session.receive(m.Audio(scene.pcm()), 1.0)
+    session.peer_gone(1.0)
+    session.wake(6.0)
+    assert session.state is State.DRAINING
+    with pytest.raises(ClientError) as caught:
+        session.resume(0, 6.1)
+    assert caught.value.code == "unknown_session"
+
+
+def test_a_connection_lost_before_hello_leaves_nothing_to_wait_for(world) -> None:
+    session = world.session(world.Engine(()))
+    session.peer_gone(1.0)
+    assert session.is_forgettable(1.0)
+
+
+def test_a_session_that_ended_while_its_client_was_away_is_forgotten_after_the_window(world) -> None:
+    session = world.session(world.Engine(()), resume_window_s=5)
+    session.receive(world.hello, 0.0)
+    session.receive(m.Audio(b"123"), 0.0)
+    session.receive(BYE, 0.0)
+    session.peer_gone(0.1)
+    [(probabilities, state)] = world.Detector().score([session.windows_to_score()])
+    session.scored(probabilities, state, 0.2)
+    assert session.state is State.CLOSED and not session.is_forgettable(5.0)
+    assert session.next_wake_s == pytest.approx(5.1)
+    session.wake(5.1)
+    assert session.is_forgettable(5.1) and session.next_wake_s is None
+
+
+def test_a_sample_cut_by_the_loss_of_the_connection_is_sent_again_whole(world) -> None:
+    scene = world.make_scene([0.5, 3, 1.0])
+    simulation = world.simulation(world.Engine(scene.words))
+    simulation.run([(0.0, world.hello), (0.1, m.Audio(scene.pcm()[:3_201]))])
+    simulation.session.peer_gone(0.2)
+    ready = simulation.session.resume(0, 0.3)[0].message
+    assert ready.taken_samples == 1_600
+    simulation.run(world.packets(scene.pcm()[3_200:], start_s=0.3))
+    assert text(of(simulation.seen, m.Final)) == "w0 w1 w2"
+    assert not of(simulation.seen, m.Warning)
+    heard = [decode.job.chunk for decode in simulation.decodes][-1]
+    assert heard.samples == pytest.approx(scene.samples[heard.span.start_sample : heard.span.end_sample], abs=1e-3)
 
 
 def test_events_never_seen_or_never_sent_can_not_be_resumed_from(world) -> None:
