@@ -190,12 +190,21 @@ def test_real_speech_comes_back_whole_in_order_and_settled() -> None:
     assert first_partial_s <= played.of(m.SpeechStarted)[0].onset_s + 1.0
 
 
-def test_a_phrase_that_is_truly_said_three_times_is_written_three_times() -> None:
-    again = clip("beckett", 0.0, 10.0)
-    played = play(np.concatenate([again, silence(1.0)]))
+def test_short_sentences_with_pauses_come_back_whole() -> None:
+    played = play(np.concatenate([recorded("beckett"), silence(1.0)]))
     assert error_rate(BECKETT_TEXT, played.text) <= 0.10
-    said = np.concatenate([clip("two_cities", 17.4, 19.0), silence(0.2)] * 3 + [silence(1.0)])
-    assert _normalise(play(said).text).count("spring of hope") == 3
+    assert_orderly(played)
+
+
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "gap_s", "phrase"),
+    [(17.4, 19.0, 0.2, "spring of hope"), (8.5, 10.6, 0.9, "epoch of belief"), (24.3, 26.4, 0.3, "direct to heaven")],
+)
+def test_a_phrase_that_is_truly_said_eight_times_is_written_eight_times(
+    start_s: float, end_s: float, gap_s: float, phrase: str
+) -> None:
+    said = np.concatenate([clip("two_cities", start_s, end_s), silence(gap_s)] * 8 + [silence(1.0)])
+    assert _normalise(play(said, partial_interval_ms=5_000).text).count(phrase) == 8
 
 
 # ---------------------------------------------------------------- text out of nothing

@@ -1,7 +1,7 @@
 """Signs that the decoder has lost the audio."""
 
-from streaming.guards import is_looping, is_too_fast, repeated_tail, without_loop
-from streaming.transcript import Word
+from streaming.guards import gives_up, is_looping, is_too_fast, repeated_tail, without_loop
+from streaming.transcript import Quality, Word
 from vad.audio import SAMPLE_RATE_HZ, SpeechSpan
 
 
@@ -50,3 +50,10 @@ def test_longest_run_is_found_whatever_its_phrase() -> None:
 def test_a_loop_is_cut_to_one_round() -> None:
     assert without_loop(words_of("it was the it was the it was the")) == words_of("it was the")
     assert without_loop(words_of("nothing repeats here")) == words_of("nothing repeats here")
+
+
+def test_an_empty_answer_that_is_in_doubt_gives_up() -> None:
+    sure, unsure = Quality(-0.1, 0.0, 0.0, 0.0), Quality(-0.6, 0.0, 0.0, 0.0)
+    assert gives_up((), unsure) and not gives_up((), sure)
+    assert not gives_up(words_of("again"), unsure)
+    assert not gives_up((), None) and not gives_up((), Quality(None, None, None, None))
