@@ -209,15 +209,14 @@ def _next_request_without_prefix(self: utterance.Utterance) -> utterance.DecodeR
 AGREEMENT, ATTENTION = CommitPolicy.AGREEMENT, CommitPolicy.ATTENTION
 VARIANTS = (
     Variant("as shipped"),
-    *(Variant(f"agreement, margin {ms} ms", margin_ms=ms) for ms in (0, 200, 400, 1200, 1600)),
-    *(Variant(f"attention, margin {ms} ms", ATTENTION, ms) for ms in (600, 1000, 1500, 2500)),
+    *(Variant(f"agreement, margin {ms} ms", margin_ms=ms) for ms in (200, 800, 2400)),
+    *(Variant(f"attention, margin {ms} ms", ATTENTION, ms) for ms in (1000, 1600, 2500)),
     Variant("nothing carried over", prompt_gap_ms=-1, lead_gap_ms=-1),
     Variant("text carried over", lead_gap_ms=-1),
-    Variant("lead of 8 s", lead_ms=8_000),
+    Variant("lead of 4 s", lead_ms=4_000),
     Variant("settled words not given", has_prefix=False),
-    *(Variant(f"hangover {ms} ms", hangover_ms=ms) for ms in (300, 550, 700)),
-    Variant("span up to 10 s", max_span_ms=10_000),
-    Variant("span up to 25 s", max_span_ms=25_000),
+    *(Variant(f"hangover {ms} ms", hangover_ms=ms) for ms in (300, 550)),
+    Variant("span up to 20 s", max_span_ms=20_000),
 )
 
 _engine: SpeechEngine

@@ -18,7 +18,7 @@ MIN_MEAN_LOGPROB = -0.6
 MAX_TEMPERATURE = 0.0
 MAX_PROMPT_CHARACTERS = 200  # about 50 tokens: names and style carry over, cost and the pull towards repeats stay small
 MIN_REPEATED_WORDS = 3  # said again at the end of what was said: no prompt
-MAX_LEAD_SAMPLES = samples_from_ms(4_000)
+MAX_LEAD_SAMPLES = samples_from_ms(8_000)
 MAX_LEAD_GAP_SAMPLES = samples_from_ms(1_500)  # silence that is worth hearing again
 MAX_PROMPT_GAP_SAMPLES = samples_from_ms(10_000)  # after a longer silence the talk has moved on
 

@@ -19,8 +19,8 @@ from vad.audio import SpeechSpan, samples_from_ms
 
 # How close to the edge of the audio a word may end and still be trusted: LocalAgreement wants two hypotheses besides,
 # AlignAtt does with one and so keeps a wider margin. Figures: benchmarks/results/streaming_policies.md.
-AGREEMENT_MARGIN_SAMPLES = samples_from_ms(800)
-ATTENTION_MARGIN_SAMPLES = samples_from_ms(1_500)
+AGREEMENT_MARGIN_SAMPLES = samples_from_ms(1_600)
+ATTENTION_MARGIN_SAMPLES = samples_from_ms(2_500)
 CUT_MARGIN_SAMPLES = samples_from_ms(600)
 
 Settle = Callable[[Sequence[Word], Sequence[Word], int], int]

@@ -10,6 +10,7 @@ from streaming.context import Context
 from streaming.pacing import Pacing
 from streaming.transcript import EndReason, Hypothesis, Quality, Segment, Word
 from streaming.utterance import (
+    AGREEMENT_MARGIN_SAMPLES,
     ATTENTION_MARGIN_SAMPLES,
     CommitPolicy,
     Purpose,
@@ -76,11 +77,11 @@ def test_words_are_settled_when_two_hypotheses_agree_and_given_as_prefix() -> No
     spoken.next_request()
     [shown] = spoken.decoded(hypothesis(words("it was")))
     assert texts(shown) == ("", "it was")
-    spoken.heard(24_000)
+    spoken.heard(8_000 + AGREEMENT_MARGIN_SAMPLES)
     spoken.next_request()
     [shown] = spoken.decoded(hypothesis(words("it was the best")))
     assert texts(shown) == ("it was", "the best") and shown.revision == 2
-    spoken.heard(40_000)
+    spoken.heard(24_000 + AGREEMENT_MARGIN_SAMPLES)
     request = spoken.next_request()
     assert request is not None and [word.text for word in request.prefix] == [" it", " was"]
 
@@ -156,15 +157,15 @@ def test_a_span_at_its_maximum_is_cut_behind_a_sentence_and_the_rest_goes_on() -
     spoken.heard(200_000)
     request = spoken.next_request()
     assert request is not None and request.purpose is Purpose.CUT and request.span == SpeechSpan(0, 160_000)
-    said = words("a b c d e f g h i j k l m n o p q r s t u v w x. y z " + "r " * 10)
+    said = words(" ".join([*"abcdefghijklmnopqrstuvwxyzabcdefghi", "end.", "and", "on"]))  # the end at 9 s
     [final] = spoken.decoded(hypothesis(said))
-    assert final.end_reason is EndReason.MAX_SPAN and final.words[-1].text == " x."
-    assert final.span.end_sample == 24 * 4_000 - 200 > spoken.keep_from_sample
+    assert final.end_reason is EndReason.MAX_SPAN and final.words[-1].text == " end."
+    assert final.span.end_sample == 36 * 4_000 - 200 > spoken.keep_from_sample
     request = spoken.next_request()
     assert request is not None and request.span.end_sample == 200_000
     lead_start = request.span.start_sample
     assert request.left_context_samples == final.span.end_sample - lead_start > 0
-    assert request.prefix[-1].text == " x." and request.prompt.startswith("a b")
+    assert request.prefix[-1].text == " end." and request.prompt.startswith("a b")
 
 
 def test_a_span_with_nothing_in_it_is_closed_whole() -> None:
