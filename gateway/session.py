@@ -72,6 +72,7 @@ LAG_WARNING_S = 2.0
 LAG_WARNING_INTERVAL_S = 10.0
 MAX_WINDOWS_A_SCORE = 64  # 2 s of audio, so that a fast sender does not hold up the others in a batch
 MAX_LOGGED_EVENTS = 4_096
+MAX_BARRIERS = 64  # flushes and updates that wait for the audio before them
 MAX_ERROR_CHARACTERS = 1_000  # an error quotes what came, which may be as long as a frame
 PIECE_MS = 100  # of audio: what one call of ``receive`` should have to resample at most
 
@@ -196,6 +197,7 @@ class Session:
         self._spoken: deque[_Spoken] = deque()
         self._n_begun = 0
         self._n_over = 0
+        self._n_barriers = 0  # in the timeline or unanswered
         self._unanswered: deque[tuple[int, _Barrier]] = deque()  # with how many utterances must be over first
         self._context = Context()  # of the next utterance
 
@@ -296,8 +298,8 @@ class Session:
 
     @property
     def wants_audio(self) -> bool:
-        """False while so much audio waits for its decode that reading more would only fill memory."""
-        return self._retained_s < MAX_RETAINED_S
+        """False while so much waits for its decode that reading more, of whatever kind, would only fill memory."""
+        return self._retained_s < MAX_RETAINED_S and self._n_barriers < MAX_BARRIERS
 
     @property
     def _retained_s(self) -> float:
@@ -545,6 +547,7 @@ class Session:
             rest = self._framer.flush()
             if rest is not None:
                 self._timeline.append(rest)
+        self._n_barriers += 1
         self._timeline.append(replace(barrier, at_sample=self._framer.end_sample))
         return [*effects, *self._acknowledge(at_once=True), *self._pass_barriers(now_s)]
 
@@ -581,6 +584,7 @@ class Session:
             if unused is not None:
                 effects.append(CloseStream(unused))
             self._context = Context()
+        self._n_barriers -= 1
         self._settings = settings
         self._gate.settings = settings.gate
         return [*effects, self._event(Updated(0, update_id, _wire_s(at_sample)))]
@@ -590,6 +594,7 @@ class Session:
         effects: list[Effect] = []
         while self._unanswered and self._unanswered[0][0] <= self._n_over:
             _, barrier = self._unanswered.popleft()
+            self._n_barriers -= 1
             match barrier.cause:
                 case Flush(id):
                     effects.append(self._event(Flushed(0, id, _wire_s(barrier.at_sample))))

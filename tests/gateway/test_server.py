@@ -19,6 +19,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from gateway.app import UvicornServer, build_app, uvicorn_config
 from gateway.config import Config, ServerConfig, SessionConfig
+from gateway.server import MAX_OUTGOING
 from gateway.session import DecodeJob, Session
 from models.scripted import ScriptedEngine, recite
 from streaming.engine import Chunk, EngineStream
@@ -309,23 +310,45 @@ def test_a_model_that_fails_costs_nobody_else_anything() -> None:
         assert finals(finish(stream)) == ""
 
 
-def test_a_client_that_never_reads_ends_alone(address: str) -> None:
-    """Its messages fill the sockets, then the bounded queue; the others go on, and memory stays bounded."""
-    with open_stream(address) as other:
-        other.send(json.dumps(HELLO))
-        hear(other, "ready")
-        deaf = socket.create_connection(address.split(":"))
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-        deaf.sendall(_handshake(address))
-        _send_text(deaf, json.dumps(HELLO))
-        flush = json.dumps({"type": "flush", "id": "x" * 64})
-        deaf.settimeout(2)
-        with pytest.raises(OSError):  # the server stops reading, or closes
-            for _ in range(200_000):
-                _send_text(deaf, flush)
-        deaf.close()
-        other.send(speech(2.0))
-        assert finals(finish(other)) == "it was the best of times"
+def test_a_client_that_never_reads_is_given_up_and_may_resume(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.server.GOODBYE_TIMEOUT_S", 0.1)
+
+    async def scene() -> dict:
+        app = build_app(Config(models=("scripted",)), {"scripted": engine}, EnergyDetector())
+        async with app.router.lifespan_context(app):
+            deaf, again = Peer(app), Peer(app)
+            deaf.say(HELLO)
+            session_id = (await deaf.hear("ready"))["session_id"]
+            deaf.reads.clear()
+            for index in range(MAX_OUTGOING + 2):
+                deaf.say({"type": "flush", "id": str(index)})
+            await deaf.task  # the connection is over, though its client never said so
+            again.say({"type": "hello", "resume": {"session_id": session_id, "last_event": 0}})
+            assert (await again.hear("ready"))["resumed"]
+            again.say({"type": "bye"})
+            return await again.hear("bye")
+
+    assert asyncio.run(asyncio.wait_for(scene(), DEADLINE_S))["event"] > MAX_OUTGOING
+
+
+def test_flushes_sent_ahead_of_a_slow_engine_are_all_answered() -> None:
+    held = threading.Event()
+
+    class Slow(ScriptedEngine):
+        def decode(self, batch: Sequence[tuple[EngineStream, Chunk]]) -> list[Hypothesis]:
+            held.wait(DEADLINE_S)
+            return super().decode(batch)
+
+    with served(Slow(recite("it was", start_sample=8_000))) as address, open_stream(address) as stream:
+        stream.send(json.dumps(HELLO))
+        stream.send(speech(1.5, after_s=0.0))
+        for index in range(1_000):
+            tell(stream, type="flush", id=str(index))
+        hear(stream, "speech_ended")
+        held.set()
+        assert [hear(stream, "flushed")["id"] for _ in range(1_000)] == [str(index) for index in range(1_000)]
 
 
 def test_a_client_that_vanishes_in_mid_word_leaves_nothing_behind(engine: ScriptedEngine) -> None:
@@ -529,16 +552,3 @@ def _transcript(address: str, duration_s: float) -> str:
 def _n_words(duration_s: float) -> int:
     """Words of 280 ms every 360 ms that end within the speech or the 160 ms that the gate adds behind it."""
     return sum(0.360 * i + 0.280 <= duration_s + 0.16 for i in range(6))
-
-
-def _handshake(address: str) -> bytes:
-    return (
-        f"GET /v1/stream HTTP/1.1\r\nHost: {address}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-        "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
-    ).encode()
-
-
-def _send_text(raw: socket.socket, text: str) -> None:
-    payload = text.encode()
-    head = bytes([0x81, 0x80 | len(payload)]) if len(payload) < 126 else bytes([0x81, 0xFE]) + len(payload).to_bytes(2)
-    raw.sendall(head + bytes(4) + payload)  # masked with zeros

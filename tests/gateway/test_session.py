@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gateway import messages as m
 from gateway.effects import Close, Send
 from gateway.errors import ClientError
-from gateway.session import HELLO_TIMEOUT_S, MAX_ERROR_CHARACTERS, MAX_RETAINED_S, STALL_S, State
+from gateway.session import HELLO_TIMEOUT_S, MAX_BARRIERS, MAX_ERROR_CHARACTERS, MAX_RETAINED_S, STALL_S, State
 from vad.audio import SAMPLE_RATE_HZ
 
 BYE = m.Bye()
@@ -275,7 +275,7 @@ def test_a_partial_that_nothing_comes_of_is_taken_back(world) -> None:
     assert of(seen, m.Final)[-1].text == ""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(layout=LAYOUTS, delay_s=st.sampled_from([0.0, 0.7]), data=st.data())
 def test_whatever_times_an_engine_gives_its_words_the_session_ends_and_they_lie_in_their_segment(
     world, layout, delay_s, data
@@ -455,6 +455,24 @@ def test_audio_far_ahead_of_decoding_is_neither_acknowledged_nor_wanted(world) -
         )
     assert at / 2 / SAMPLE_RATE_HZ <= MAX_RETAINED_S + 2
     assert acked / SAMPLE_RATE_HZ <= MAX_RETAINED_S / 2 + 1
+
+
+def test_flushes_and_updates_that_wait_are_bounded_too(world) -> None:
+    scene = world.make_scene([0.5, 3])
+    session = world.session(world.Engine(scene.words))
+    session.receive(world.hello, 0.0)
+    session.receive(m.Audio(scene.pcm()), 0.0)
+    for index in range(MAX_BARRIERS):
+        assert session.wants_audio
+        session.receive(m.Flush("f") if index % 2 else m.Update("u", hangover_ms=300), 0.0)
+    assert not session.wants_audio
+    while work := session.windows_to_score():
+        [(probabilities, state)] = world.Detector().score([work])
+        session.scored(probabilities, state, 0.0)
+    session.next_decode()
+    answers = [e.message for e in session.decode_failed("", 1.0) if isinstance(e, Send)]
+    assert sum(isinstance(answer, m.Flushed) for answer in answers) == MAX_BARRIERS // 2
+    assert session.wants_audio
 
 
 def test_a_client_held_back_by_us_has_not_stalled(world) -> None:
