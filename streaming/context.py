@@ -51,7 +51,7 @@ class Context:
         if not is_confident(quality):
             return Context()
         everything = (*self.lead, *words)
-        first = _lead_index(everything, span.end_sample)
+        first = _without_repeats(everything, _lead_index(everything, span.end_sample))
         heard_from_sample = self.lead_start_sample if self.lead else span.start_sample
         return Context(
             prompt=_prompt(self.prompt, everything[:first], lead=everything[first:]),
@@ -99,6 +99,14 @@ def _lead_index(words: Sequence[Word], end_sample: int) -> int:
         if not continues(words[index]):
             first = index
     return first
+
+
+def _without_repeats(words: Sequence[Word], first: int) -> int:
+    """``first``, or where a lead begins in which the phrase that it ends on stands once."""
+    n_words, n_times = repeated_tail(words[first:])
+    last_time = len(words) - n_words
+    repeats = n_words * (n_times - 1) >= MIN_REPEATED_WORDS
+    return last_time if repeats and not continues(words[last_time]) else first
 
 
 def _lead_start(words: Sequence[Word], first: int, heard_from_sample: int, end_sample: int) -> int:

@@ -180,7 +180,7 @@ def assert_orderly(played: Played) -> None:
 
 
 def test_real_speech_comes_back_whole_in_order_and_settled() -> None:
-    played = play(np.concatenate([recorded("two_cities"), silence(1.0)]), partial_interval_ms=1_000)
+    played = play(np.concatenate([recorded("two_cities"), silence(1.0)]), partial_interval_ms=1_500)
     assert error_rate(TWO_CITIES_TEXT, played.text) <= 0.10
     assert_orderly(played)
     compared = jiwer.process_words(_normalise(TWO_CITIES_TEXT), _normalise(played.text))
@@ -319,9 +319,9 @@ def test_the_first_word_after_silence_is_the_one_of_an_ungated_run(start: str, l
 
 
 def test_a_word_is_found_at_its_place_however_much_silence_was_skipped() -> None:
-    """The same phrase at known places over twenty minutes: what is skipped counts, and nothing adds up."""
+    """The same phrase at known places over a quarter of an hour: what is skipped counts, and nothing adds up."""
     phrase = hope()
-    gaps_s = [0.7, 24.997, 61.003, 301.111, 900.507]  # at every phase of the detector's windows
+    gaps_s = [0.7, 24.997, 61.003, 301.111, 600.507]  # at every phase of the detector's windows
     places_s, at_s, pieces = [], 0.0, []
     for gap_s in gaps_s:
         pieces += [silence(gap_s), phrase]
