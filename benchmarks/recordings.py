@@ -196,7 +196,7 @@ def start_errors(reference: Sequence[TimedWord], words: Sequence[TimedWord]) -> 
         return []
     pieces = jiwer.process_words(" ".join(expected), " ".join(got)).alignments[0]
     return [
-        words[piece.hyp_start_idx + i][1] - reference[piece.ref_start_idx + i][1]
+        round(words[piece.hyp_start_idx + i][1] - reference[piece.ref_start_idx + i][1], 3)
         for piece in pieces
         if piece.type == "equal"
         for i in range(piece.ref_end_idx - piece.ref_start_idx)

@@ -47,7 +47,7 @@ WINDOW_SAMPLES = WINDOW_FRAMES * HOP_SAMPLES
 
 # What follows the speech in a short window (figures: benchmarks/results/whisper_padding.md).
 PADDING_SAMPLES = samples_from_ms(500)  # real silence, so that the last word ends before the encoder does
-TAIL_STRIDE = 8  # of the remembered silence behind it
+TAIL_STRIDE = 4  # of the remembered silence behind it; at 8 one clip in 300 looped
 LOUDEST_FEATURE = (1.5 + 4) / 4  # every window is brought to this level, so that one remembered silence fits all
 QUIETEST_FEATURE = LOUDEST_FEATURE - 8 / 4  # features span eight decades of power, divided by four
 _DIGITAL_SILENCE = (-10 + 4) / 4  # the feature of no power at all
