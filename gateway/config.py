@@ -50,6 +50,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8300  # 0..65535; 0 lets the system choose
     max_sessions: int = 64  # 1..10000; one more is refused with `server_full`
+    allowed_origins: tuple[str, ...] = ()  # of web pages elsewhere that may connect, https://app.example say; *: all
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` that names setting, value and range."""

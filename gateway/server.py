@@ -10,6 +10,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
+from urllib.parse import urlsplit
 
 import numpy as np
 from msgspec import UnsetType
@@ -177,6 +178,10 @@ class Server:
 
     async def serve(self, websocket: WebSocket) -> None:
         """One connection at ``/v1/stream``, from handshake to close."""
+        if not self._is_welcome(websocket.headers):
+            message = "pages of another origin may not connect; server.allowed_origins names those that may"
+            await websocket.send_denial_response(JSONResponse({"error": message}, status_code=403))
+            return
         subprotocol = choose_subprotocol(list(websocket.scope["subprotocols"]))
         if subprotocol is None:
             message = f"none of the offered sub-protocols is known; there are {', '.join(CODECS)}"
@@ -191,6 +196,15 @@ class Server:
             await self._end(connection)
             del self._connections[connection]
             is_over.set()
+
+    def _is_welcome(self, headers: Mapping[str, str]) -> bool:
+        """Whether the page that a browser connects for, if it is one, is ours or allowed.
+
+        A browser lets any page open a WebSocket anywhere, and only says which page (RFC 6455, section 10.2).
+        """
+        origin = headers.get("origin")
+        allowed = self._config.server.allowed_origins
+        return origin is None or "*" in allowed or origin in allowed or urlsplit(origin).netloc == headers.get("host")
 
     async def _converse(self, connection: Connection) -> None:
         """Feed a session with what the client sends, until either side has enough."""

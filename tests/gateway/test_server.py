@@ -163,6 +163,22 @@ def test_unknown_subprotocols_are_refused_at_the_handshake(address: str) -> None
     assert b"senseway.v1.json" in caught.value.response.body
 
 
+@pytest.mark.parametrize("origin", ["https://elsewhere.example", "null", "http://127.0.0.1:1"])
+def test_pages_of_another_origin_are_refused_at_the_handshake(address: str, origin: str) -> None:
+    with pytest.raises(InvalidStatus) as caught:
+        connect(f"ws://{address}/v1/stream", origin=origin)
+    assert caught.value.response.status_code == 403
+    assert b"allowed_origins" in caught.value.response.body
+
+
+def test_own_page_and_allowed_origins_may_connect(engine: ScriptedEngine) -> None:
+    with served(engine, allowed_origins=("https://app.example",)) as address:
+        for origin in (f"http://{address}", "https://app.example"):
+            with connect(f"ws://{address}/v1/stream", origin=origin) as stream:
+                stream.send(json.dumps(HELLO))
+                assert hear(stream, "ready")
+
+
 def test_compression_is_not_offered(address: str) -> None:
     with connect(f"ws://{address}/v1/stream", compression="deflate") as stream:
         assert "Sec-WebSocket-Extensions" not in stream.response.headers
