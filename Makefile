@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-BENCHMARKS ?= ingest vad_gate
-MACHINE ?= $(shell $(PYTHON) -c 'import os, platform; print(os.cpu_count(), "cores,", platform.machine(), platform.system())')
+RESULTS := benchmarks/results
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .PHONY: help demo serve test check bench clean
@@ -13,8 +12,11 @@ help:
 	@echo "make serve   keep the server and the microphone page up at http://127.0.0.1:8300"
 	@echo "make test    check, then every test"
 	@echo "make check   format, lint, types, and who imports whom"
-	@echo "make bench   the figures in benchmarks/"
+	@echo "make bench   the figures in benchmarks/, in about an hour and a half"
 	@echo "make clean   remove .venv and caches"
+
+# $(1) is the result's name, $(2) the script and its arguments; a result is replaced only once it is whole.
+measure = $(BIN)/python -m benchmarks.$(2) > $(VENV)/bench.md && mv $(VENV)/bench.md $(RESULTS)/$(1).md
 
 demo: $(VENV)/.run
 	$(BIN)/python -m gateway demo
@@ -32,11 +34,15 @@ test: check
 	$(BIN)/python -m pytest
 
 bench: $(VENV)/.bench
-	@for name in $(BENCHMARKS); do \
-	    echo "benchmarks/results/$$name.md"; \
-	    $(BIN)/python -m benchmarks.$$name --machine "$(MACHINE)" > $(VENV)/bench.md || exit 1; \
-	    mv $(VENV)/bench.md benchmarks/results/$$name.md; \
-	done
+	$(call measure,ingest,ingest)
+	$(call measure,vad_gate,vad_gate)
+	$(BIN)/python -m benchmarks.whisper_offline --model whisper-tiny.en --write
+	$(BIN)/python -m benchmarks.whisper_offline --model whisper-base --write
+	$(BIN)/python -m benchmarks.borders --save
+	$(call measure,streaming_policies,streaming_policies)
+	$(call measure,streaming_tiny.en,streaming --model whisper-tiny.en --streams 2)
+	$(call measure,streaming_tiny.en_4_at_once,streaming --model whisper-tiny.en --streams 4 --interval-ms 1000 --every 4)
+	$(call measure,streaming_base,streaming --model whisper-base --streams 2 --every 3)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
