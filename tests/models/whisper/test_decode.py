@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -240,3 +241,13 @@ def test_segments_are_cut_at_pairs_of_timestamps(tokens, segments, resume) -> No
     found, resume_position = module.split_at_timestamps(tokens, T0)
     assert [(part.begin, part.end, part.start_position, part.end_position) for part in found] == segments
     assert resume_position == resume
+
+
+def test_a_text_of_several_words_is_not_silence_for_being_as_unlikely_as_no_speech() -> None:
+    logprob, n_tokens = math.log(0.55), 8  # spoken digits, base: 0.55 a token against 0.76 for no speech
+    digits = replace(
+        outcome(mean_logprob=n_tokens * logprob / (n_tokens + 1), no_speech=0.76),
+        tokens=(TEXT,) * n_tokens,
+        logprobs=(logprob,) * n_tokens,
+    )
+    assert not module.is_silent(digits)
