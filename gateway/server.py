@@ -410,7 +410,7 @@ class Server:
         except Exception:  # noqa: BLE001  # an engine may raise anything; the session can't go on without its stream
             self._fail(seat)
             return
-        self._feed(seat, lambda now_s: seat.session.opened(("vocabulary_truncated", warning) for warning in warnings))
+        self._feed(seat, lambda now_s: seat.session.opened(warnings))
 
     async def _close(self, session_id: str, stream_id: int) -> None:
         try:

@@ -51,7 +51,7 @@ from gateway.messages import (
 )
 from streaming.capability import Capability, MissingCapabilityError, Negotiated, negotiate
 from streaming.context import Context
-from streaming.engine import Chunk, DecodeOptions, ModelCard, Task, UnsupportedOptionError
+from streaming.engine import Chunk, DecodeOptions, ModelCard, StreamWarning, Task, UnsupportedOptionError
 from streaming.pacing import Pacing
 from streaming.transcript import EndReason, Hypothesis, Segment, Word, text_of
 from streaming.utterance import Purpose, Utterance
@@ -371,9 +371,9 @@ class Session:
         assert self._ready is not None
         return DecodeJob(self._ready.model, head.stream_id, chunk)
 
-    def opened(self, warnings: Iterable[tuple[str, str]]) -> list[Effect]:
-        """An engine stream is open; ``warnings`` (code, message) say what it only half honours."""
-        return [self._event(Warning(0, code, message)) for code, message in warnings]
+    def opened(self, warnings: Iterable[StreamWarning]) -> list[Effect]:
+        """An engine stream is open; ``warnings`` say what it only half honours."""
+        return [self._event(Warning(0, warning.code, warning.message)) for warning in warnings]
 
     def decoded(self, hypothesis: Hypothesis, now_s: float) -> list[Effect]:
         """The engine's answer to the decode handed out."""

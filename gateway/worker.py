@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from streaming.engine import Chunk, DecodeOptions, EngineStream, SpeechEngine
+from streaming.engine import Chunk, DecodeOptions, EngineStream, SpeechEngine, StreamWarning
 from streaming.transcript import Hypothesis
 from vad.detector import DetectorState, SpeechDetector
 
@@ -34,7 +34,7 @@ class Worker:
         self._engine_thread.shutdown(cancel_futures=True)
         self._detector_thread.shutdown(cancel_futures=True)
 
-    async def open(self, key: StreamKey, model: str, options: DecodeOptions) -> tuple[str, ...]:
+    async def open(self, key: StreamKey, model: str, options: DecodeOptions) -> tuple[StreamWarning, ...]:
         """Open an engine stream; answers with its warnings."""
         return await _on(self._engine_thread, lambda: self._open(key, model, options))
 
@@ -60,7 +60,7 @@ class Worker:
         """Probabilities and new state for each session's windows. Raises as ``decode`` does."""
         return await _on(self._detector_thread, lambda: _one_each(self._detector.score(batch), len(batch)))
 
-    def _open(self, key: StreamKey, model: str, options: DecodeOptions) -> tuple[str, ...]:
+    def _open(self, key: StreamKey, model: str, options: DecodeOptions) -> tuple[StreamWarning, ...]:
         engine = self._engines[model]
         stream = engine.open(options)
         self._streams[key] = (engine, stream)

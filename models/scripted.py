@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from streaming.capability import Capability
-from streaming.engine import Chunk, DecodeOptions, EngineStream, ModelCard
+from streaming.engine import Chunk, DecodeOptions, EngineStream, ModelCard, StreamWarning
 from streaming.transcript import Hypothesis, Word
 from vad.audio import SAMPLE_RATE_HZ, samples_from_ms
 
@@ -31,7 +31,7 @@ class ScriptedStream:
     """One caller's state: nothing but the options."""
 
     options: DecodeOptions
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[StreamWarning, ...] = ()
 
 
 def recite(

@@ -38,6 +38,14 @@ class DecodeOptions:
     context: str = field(default="", metadata=_needs(Capability.CONTEXT))  # text that came before the first word
 
 
+@dataclass(frozen=True, slots=True)
+class StreamWarning:
+    """An option that is only half honoured. ``code`` is one of PROTOCOL.md's warnings, ``message`` says what is lost."""
+
+    code: str
+    message: str
+
+
 class UnsupportedOptionError(Exception):
     """An option that this model can't honour; the message names the option, the model and what is accepted."""
 
@@ -100,8 +108,8 @@ class EngineStream(Protocol):
         """The options the stream was opened with."""
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """What is only half honoured, in words a client can read (vocabulary that did not fit, say)."""
+    def warnings(self) -> tuple[StreamWarning, ...]:
+        """What is only half honoured: vocabulary that did not fit, say."""
 
 
 class SpeechEngine(Protocol):

@@ -321,18 +321,17 @@ class Utterance:
 
 
 def _in_order(words: tuple[Word, ...], span: SpeechSpan) -> tuple[Word, ...]:
-    """``words`` with times inside their segment that never run back, as they might where decoded again."""
+    """``words`` with times inside their segment that neither run back nor overlap, as they might where decoded again."""
     ordered: list[Word] = []
-    latest = span.start_sample
+    earliest, latest = span.start_sample, span.end_sample
     for word in words:
         if word.start_sample is not None and word.end_sample is not None:
-            start = min(max(word.start_sample, latest), span.end_sample)
-            end = min(max(word.end_sample, start), span.end_sample)
-            latest = start
-            word = (
-                word
-                if (start, end) == (word.start_sample, word.end_sample)
-                else replace(word, start_sample=start, end_sample=end)
-            )
+            earliest = min(max(word.start_sample, earliest), latest)
+            word = replace(word, start_sample=earliest, end_sample=min(max(word.end_sample, earliest), latest))
         ordered.append(word)
+    for index in range(len(ordered) - 1, -1, -1):
+        word = ordered[index]
+        if word.start_sample is not None and word.end_sample is not None:
+            ordered[index] = replace(word, end_sample=min(word.end_sample, latest))
+            latest = word.start_sample
     return tuple(ordered)

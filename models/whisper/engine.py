@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from streaming.capability import Capability
-from streaming.engine import Chunk, DecodeOptions, EngineStream, ModelCard, Task
+from streaming.engine import Chunk, DecodeOptions, EngineStream, ModelCard, StreamWarning, Task
 from streaming.transcript import Hypothesis, Quality, Word
 from vad.audio import SpeechSpan, samples_from_ms
 
@@ -64,7 +64,7 @@ class WhisperStream:
     """One caller's state: options, the language once known, and the last hypothesis as draft for the next."""
 
     options: DecodeOptions
-    warnings: tuple[str, ...]
+    warnings: tuple[StreamWarning, ...]
     vocabulary_tokens: tuple[int, ...]
     language: str | None
     is_language_sure: bool
@@ -149,9 +149,15 @@ class WhisperEngine:
         """
         self._card.check(options)
         tokens, left_out = self._vocabulary(options.vocabulary)
-        warnings = (f"vocabulary_truncated: these terms did not fit: {', '.join(left_out)}",) if left_out else ()
+        warnings = []
+        if left_out:
+            warnings.append(StreamWarning("vocabulary_truncated", f"terms that did not fit: {', '.join(left_out)}"))
+        room = MAX_PROMPT_TOKENS - len(tokens)
+        if (n_lost := len(self._tokenizer.encode(f" {options.context.strip()}")) - room) > 0:
+            message = f"the first {n_lost} tokens of the context did not fit; the last {room} are used"
+            warnings.append(StreamWarning("context_truncated", message))
         language = options.language or (None if self._tokenizer.is_multilingual else self._card.languages[0])
-        return WhisperStream(options, warnings, tokens, language, is_language_sure=language is not None)
+        return WhisperStream(options, tuple(warnings), tokens, language, is_language_sure=language is not None)
 
     def close(self, stream: EngineStream) -> None:
         """Nothing to free: a stream's state is its own."""

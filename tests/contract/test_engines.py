@@ -275,7 +275,16 @@ def test_vocabulary_that_does_not_fit_is_reported_term_by_term(name: str) -> Non
     terms = tuple(f"Antananarivo-{number}" for number in range(60))
     stream = engine_of(name).open(DecodeOptions(vocabulary=terms))
     [warning] = stream.warnings
-    assert warning.startswith("vocabulary_truncated") and terms[0] not in warning and terms[-1] in warning
+    assert warning.code == "vocabulary_truncated" and terms[0] not in warning.message and terms[-1] in warning.message
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_a_context_that_does_not_fit_is_reported(name: str) -> None:
+    engine = engine_of(name)
+    [warning] = engine.open(DecodeOptions(context="It was the best of times. " * 60)).warnings
+    assert warning.code == "context_truncated"
+    assert not engine.open(DecodeOptions(context="It was the best of times.")).warnings
 
 
 # ---------------------------------------------------------------- beyond one clip

@@ -12,7 +12,7 @@ from gateway.messages import Audio, AudioSpec, ClientMessage, EngineItem, Hello
 from gateway.session import ServedModel, Session
 from gateway.simulation import Simulation
 from streaming.capability import Capability
-from streaming.engine import Chunk, DecodeOptions, ModelCard
+from streaming.engine import Chunk, DecodeOptions, ModelCard, StreamWarning
 from streaming.transcript import Hypothesis, Quality, Word
 from vad.audio import SAMPLE_RATE_HZ
 from vad.detector import DetectorState
@@ -39,7 +39,7 @@ class Stream:
     """What an engine keeps for a caller."""
 
     options: DecodeOptions
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[StreamWarning, ...] = ()
 
 
 @dataclass
@@ -58,7 +58,7 @@ class ReadingEngine:
 
     def open(self, options: DecodeOptions) -> Stream:
         self.n_open += 1
-        return Stream(options, tuple(f"{term} did not fit" for term in options.vocabulary if len(term) > 20))
+        return Stream(options, ())
 
     def close(self, stream: Stream) -> None:
         self.n_open -= 1

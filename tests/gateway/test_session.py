@@ -11,6 +11,7 @@ from gateway import messages as m
 from gateway.effects import Close, Send
 from gateway.errors import ClientError
 from gateway.session import HELLO_TIMEOUT_S, MAX_BARRIERS, MAX_ERROR_CHARACTERS, MAX_RETAINED_S, STALL_S, State
+from streaming.engine import DecodeOptions, StreamWarning
 from vad.audio import SAMPLE_RATE_HZ
 
 BYE = m.Bye()
@@ -431,7 +432,7 @@ def test_a_packet_in_pieces_is_judged_as_one(world) -> None:
 def test_vocabulary_that_does_not_fit_is_named(world) -> None:
     session = world.session(world.Engine(()))
     session.receive(world.hello, 0.0)
-    [effect] = session.opened([("vocabulary_truncated", "Zwolle did not fit")])
+    [effect] = session.opened([StreamWarning("vocabulary_truncated", "Zwolle did not fit")])
     assert effect.message.code == "vocabulary_truncated"
 
 
@@ -621,7 +622,7 @@ def test_a_client_lost_during_its_last_decode_still_gets_everything(world) -> No
         session.scored(probabilities, state, 1.0)
     job = session.next_decode()
     session.peer_gone(1.1)
-    [hypothesis] = engine.decode([(engine.open(engine_options()), job.chunk)])
+    [hypothesis] = engine.decode([(engine.open(DecodeOptions()), job.chunk)])
     session.decoded(hypothesis, 1.2)
     assert session.state is State.CLOSED and not session.is_forgettable(1.3)
     effects = session.resume(0, 2.0)
@@ -629,9 +630,3 @@ def test_a_client_lost_during_its_last_decode_still_gets_everything(world) -> No
         final.message.text for final in effects if isinstance(final, Send) and isinstance(final.message, m.Final)
     ] == ["w0 w1 w2"]
     assert isinstance(effects[-1], Close)
-
-
-def engine_options():
-    from streaming.engine import DecodeOptions
-
-    return DecodeOptions()

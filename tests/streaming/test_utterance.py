@@ -268,6 +268,7 @@ def test_times_never_run_backwards_where_words_were_decoded_again() -> None:
     starts = [word.start_sample for word in shown.words]
     assert starts == sorted(starts)  # type: ignore[type-var]
     assert all(word.start_sample <= word.end_sample for word in shown.words)  # type: ignore[operator]
+    assert all(a.end_sample <= b.start_sample for a, b in itertools.pairwise(shown.words))  # type: ignore[operator]
 
 
 @given(st.lists(st.tuples(st.integers(1, 30_000), st.integers(0, 6), st.booleans()), min_size=1, max_size=12))
