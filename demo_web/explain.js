@@ -6,6 +6,7 @@
 /** What each error or warning code means to the person at the page; the server's own message follows it. */
 const CODES = {
   vocabulary_truncated: "Not all of the vocabulary fits into this model.",
+  context_truncated: "Not all of the context fits into this model.",
   non_finite_samples: "The audio holds broken samples; they count as silence.",
   clipped_samples: "The audio is too loud in places and was clipped.",
   audio_suspect: "The audio looks wrong to the server.",
