@@ -19,8 +19,8 @@ class GateSettings:
     is a click.
     """
 
-    threshold: float = 0.5  # 0.01..0.99
-    negative_threshold: float = 0.35  # 0.01..threshold
+    threshold: float = 0.4  # 0.01..0.99
+    negative_threshold: float = 0.2  # 0.01..threshold
     min_speech_ms: int = 96  # 32..1000
     onset_ms: int = 256  # min_speech_ms..2000
     pause_ms: int = 192  # 32..5000; silence after which decoding pays; no event if the hangover is over first
