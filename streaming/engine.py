@@ -40,7 +40,7 @@ class DecodeOptions:
 
 @dataclass(frozen=True, slots=True)
 class StreamWarning:
-    """An option that is only half honoured. ``code`` is one of PROTOCOL.md's warnings, ``message`` says what is lost."""
+    """An option that is only half honoured. ``code`` is a warning of PROTOCOL.md, ``message`` says what is lost."""
 
     code: str
     message: str

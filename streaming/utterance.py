@@ -321,7 +321,7 @@ class Utterance:
 
 
 def _in_order(words: tuple[Word, ...], span: SpeechSpan) -> tuple[Word, ...]:
-    """``words`` with times inside their segment that neither run back nor overlap, as they might where decoded again."""
+    """``words`` with times inside their segment that neither run back nor overlap: decoding again may shift them."""
     ordered: list[Word] = []
     earliest, latest = span.start_sample, span.end_sample
     for word in words:
