@@ -125,11 +125,6 @@ class Utterance:
         """Audio before this is no longer needed."""
         return self.context.lead_start_sample if self.context.lead else self._start_sample
 
-    @property
-    def is_ended(self) -> bool:
-        """Whether the end of the speech is known; finals may still be due."""
-        return self._end is not None
-
     def heard(self, until_sample: int) -> None:
         """Audio up to ``until_sample`` belongs to this utterance."""
         if self._end is None:
