@@ -1,0 +1,51 @@
+"""A GPU as a row of data: what a program is made for.
+
+Knows sizes that decide how work is cut and laid out. Does not know how to find the GPU of this machine (``runtime.py``
+does) and nothing about models.
+"""
+
+from dataclasses import dataclass
+
+from .isa import MAX_ROWS, N_WARPS, TILE_BYTES, X_ROW_PAD_BYTES
+
+X_CHUNK_ELEMENTS = 1280  # of one row of activations that shared memory holds at MAX_ROWS; fewer rows hold more
+SUMS_BYTES = 16384  # partial sums of the warps, attention's scratch with the activations' part
+MISC_BYTES = 10240  # tables, rows, statistics, the residual stream
+MIN_RING_TILES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One kind of GPU. ``shared_bytes`` is what a block may opt in to, ``max_rows`` the rows of a step."""
+
+    name: str
+    arch: str  # as NVRTC spells it: sm_90a
+    n_sms: int
+    shared_bytes: int
+    max_rows: int = MAX_ROWS
+
+    def __post_init__(self) -> None:
+        if self.n_sms < 1 or self.max_rows not in (8, MAX_ROWS):
+            raise ValueError(f"{self.name}: {self.n_sms} SMs and {self.max_rows} rows; at least 1 and 8 or {MAX_ROWS}")
+        if self.ring_tiles < MIN_RING_TILES:
+            raise ValueError(f"{self.name}: {self.shared_bytes} bytes of shared memory leave no room for the ring")
+
+    @property
+    def x_bytes(self) -> int:
+        """Shared memory for the rows of activations."""
+        return self.max_rows * (X_CHUNK_ELEMENTS * 2 + X_ROW_PAD_BYTES)
+
+    @property
+    def ring_tiles(self) -> int:
+        """How many tiles each warp loads ahead."""
+        return (self.shared_bytes - self.x_bytes - SUMS_BYTES - MISC_BYTES) // (N_WARPS * TILE_BYTES)
+
+
+KNOWN = (
+    Target("NVIDIA A100", "sm_80", 108, 166_912),
+    Target("NVIDIA A10", "sm_86", 72, 101_376, max_rows=8),
+    Target("NVIDIA L4", "sm_89", 58, 101_376, max_rows=8),
+    Target("NVIDIA H200", "sm_90a", 132, 232_448),
+    Target("NVIDIA B200", "sm_100a", 148, 232_448),
+    Target("NVIDIA GeForce RTX 5090", "sm_120", 170, 101_376, max_rows=8),
+)
