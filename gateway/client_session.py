@@ -67,6 +67,8 @@ class Hello:
     require: tuple[str, ...] = ()
     prefer: tuple[str, ...] = ()
     hangover_ms: int | None = None  # 100..5000
+    speech_threshold: float | None = None  # 0.05..0.95
+    pre_roll_ms: int | None = None  # 300..2000
     partial_interval_ms: int | None = None  # 100..10000
 
     def message(self) -> dict[str, Any]:
@@ -88,6 +90,8 @@ class Settings:
     vocabulary: tuple[str, ...] | Unchanged = Unchanged.UNCHANGED
     context: str | Unchanged = Unchanged.UNCHANGED
     hangover_ms: int | Unchanged = Unchanged.UNCHANGED
+    speech_threshold: float | Unchanged = Unchanged.UNCHANGED
+    pre_roll_ms: int | Unchanged = Unchanged.UNCHANGED
     partial_interval_ms: int | Unchanged = Unchanged.UNCHANGED
 
     def message(self) -> dict[str, Any]:

@@ -34,6 +34,14 @@ class CloseStream:
 
 
 @dataclass(frozen=True, slots=True)
+class UtteranceOver:
+    """The oldest utterance still in work is over: its finals have been sent, or it had none.
+
+    Said once for each ``speech_started``, in order, for protocols that answer each turn, words or not.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Resume:
     """The client wants another session back: attach this connection to it, or refuse with ``unknown_session``."""
 
@@ -49,4 +57,5 @@ class Close:
     reason: str
 
 
-Effect = Send | OpenStream | CloseStream | Resume | Close
+Effect = Send | OpenStream | CloseStream | UtteranceOver | Resume | Close
+Said = ServerMessage | UtteranceOver | Close  # what a door hears of it

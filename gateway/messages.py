@@ -17,6 +17,8 @@ MAX_FRAME_BYTES = 1 << 20
 Encoding: TypeAlias = str  # the accepted ones are ingest's to list: its error says more than a schema's
 HangoverMs = Annotated[int, Meta(ge=100, le=5_000)]
 PartialIntervalMs = Annotated[int, Meta(ge=100, le=10_000)]
+SpeechThreshold = Annotated[float, Meta(ge=0.05, le=0.95)]
+PreRollMs = Annotated[int, Meta(ge=300, le=2_000)]
 Id = Annotated[str, Meta(max_length=64)]
 Vocabulary = Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=100)], ...], Meta(max_length=1_000)]
 Context = Annotated[str, Meta(max_length=4_000)]
@@ -56,6 +58,8 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     require: tuple[str, ...] | UnsetType = UNSET
     prefer: tuple[str, ...] | UnsetType = UNSET
     hangover_ms: HangoverMs | UnsetType = UNSET
+    speech_threshold: SpeechThreshold | UnsetType = UNSET
+    pre_roll_ms: PreRollMs | UnsetType = UNSET
     partial_interval_ms: PartialIntervalMs | UnsetType = UNSET
     resume: ResumeSpec | UnsetType = UNSET
 
@@ -88,6 +92,8 @@ class Update(Struct, frozen=True, forbid_unknown_fields=True, tag="update"):
     vocabulary: Vocabulary | UnsetType = UNSET
     context: Context | UnsetType = UNSET
     hangover_ms: HangoverMs | UnsetType = UNSET
+    speech_threshold: SpeechThreshold | UnsetType = UNSET
+    pre_roll_ms: PreRollMs | UnsetType = UNSET
     partial_interval_ms: PartialIntervalMs | UnsetType = UNSET
 
 
@@ -96,6 +102,17 @@ class Bye(Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
 
 
 ClientMessage: TypeAlias = Hello | Audio | Flush | Update | Bye
+
+
+class Reformat(Struct, frozen=True):
+    """The audio behind it is in another format. Doors may say so; it is not on the native wire, where the clock that a
+    client resumes by counts samples of one rate.
+    """
+
+    audio: AudioSpec
+
+
+Input: TypeAlias = ClientMessage | Reformat  # all that a session can be told
 
 
 def parse(message: object) -> ClientMessage:

@@ -19,7 +19,7 @@ from msgspec import UnsetType, structs
 from numpy.typing import NDArray
 
 from gateway.config import SessionConfig
-from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Send
+from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Send, UtteranceOver
 from gateway.errors import ERRORS, ClientError
 from gateway.ingest import AudioFormat, Ingest, suspect, suspect_pace
 from gateway.messages import (
@@ -29,7 +29,6 @@ from gateway.messages import (
     Audio,
     AudioSpec,
     Bye,
-    ClientMessage,
     EngineItem,
     Error,
     Event,
@@ -38,10 +37,12 @@ from gateway.messages import (
     Flush,
     Flushed,
     Hello,
+    Input,
     Limits,
     ModelItem,
     Partial,
     Ready,
+    Reformat,
     SpeechEnded,
     SpeechStarted,
     Update,
@@ -208,7 +209,7 @@ class Session:
 
     # ------------------------------------------------------------------ inputs from the connection
 
-    def receive(self, message: ClientMessage, now_s: float, *, n_bytes_to_come: int = 0) -> list[Effect]:
+    def receive(self, message: Input, now_s: float, *, n_bytes_to_come: int = 0) -> list[Effect]:
         """A message came. Audio may be handed over in pieces; ``n_bytes_to_come`` of its packet follow this one."""
         try:
             return self._receive(message, now_s, n_bytes_to_come)
@@ -387,7 +388,7 @@ class Session:
 
     # ------------------------------------------------------------------ messages
 
-    def _receive(self, message: ClientMessage, now_s: float, n_bytes_to_come: int) -> list[Effect]:
+    def _receive(self, message: Input, now_s: float, n_bytes_to_come: int) -> list[Effect]:
         if self.state is State.GREETING:
             if not isinstance(message, Hello):
                 raise ClientError("hello_required", "say hello first, with the audio's format")
@@ -406,6 +407,8 @@ class Session:
                 return self._put_barrier(_Barrier(0, message, self._newest_settings), now_s, drains=False)
             case Bye():
                 return self._drain(message, now_s)
+            case Reformat(audio):
+                return self._reformat(Ingest(_audio_format(audio)), now_s)
             case _:
                 assert_never(message)
 
@@ -476,6 +479,14 @@ class Session:
             *self._acknowledge(),
             *self._pass_barriers(now_s),
         ]
+
+    def _reformat(self, ingest: Ingest, now_s: float) -> list[Effect]:
+        """Go on with another format, at the sample where the audio so far ends."""
+        assert self._ingest is not None
+        self._append(self._ingest.flush().samples, now_s)
+        self._ingest = ingest
+        self._acked_samples = 0
+        return self._pass_barriers(now_s)
 
     def _append(self, samples: NDArray[np.float32], now_s: float) -> None:
         if len(samples):
@@ -676,7 +687,7 @@ class Session:
         next_stream_id = self._spoken[0].stream_id if self._spoken else self._stream_id
         # Text decoded with other options, in another language say, would only mislead.
         self._context = spoken.utterance.context if next_stream_id == spoken.stream_id else Context()
-        effects = self._report_lag(spoken, now_s)
+        effects = [UtteranceOver(), *self._report_lag(spoken, now_s)]
         if spoken.stream_id != self._stream_id and all(other.stream_id != spoken.stream_id for other in self._spoken):
             effects.append(CloseStream(spoken.stream_id))
         if self._spoken:
@@ -763,8 +774,19 @@ def _settings_from(message: Hello | Update, base: StreamSettings, card: ModelCar
         raise ClientError("unsupported_option", str(error)) from error
     return StreamSettings(
         options=options,
-        gate=replace(base.gate, hangover_ms=_or(message.hangover_ms, base.gate.hangover_ms)),
+        gate=_gate_from(message, base.gate),
         partial_interval_ms=_or(message.partial_interval_ms, base.partial_interval_ms),
+    )
+
+
+def _gate_from(message: Hello | Update, base: GateSettings) -> GateSettings:
+    threshold = _or(message.speech_threshold, base.threshold)
+    return replace(
+        base,
+        threshold=threshold,
+        negative_threshold=max(0.01, base.negative_threshold * threshold / base.threshold),  # hysteresis keeps its ratio
+        hangover_ms=_or(message.hangover_ms, base.hangover_ms),
+        pre_roll_ms=_or(message.pre_roll_ms, base.pre_roll_ms),
     )
 
 

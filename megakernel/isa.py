@@ -258,7 +258,7 @@ HEADER = "megakernel/kernel/isa.h"
 
 def isa_header() -> str:
     """The same numbers as C: enumerations with their class's name in front, constants as they are."""
-    classes: tuple[type[IntEnum], ...] = (
+    classes: tuple[type[IntEnum] | type[IntFlag], ...] = (
         Op,
         Flag,
         Phase,
