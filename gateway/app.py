@@ -18,6 +18,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.websockets import WebSocket
 
 from gateway.config import Config, ConfigError
+from gateway.doors import native
+from gateway.doors.door import DoorKind
 from gateway.messages import MAX_FRAME_BYTES, EngineItem
 from gateway.server import Server
 from gateway.session import ServedModel, model_item
@@ -26,6 +28,7 @@ from streaming.engine import SpeechEngine
 from vad.detector import SpeechDetector
 from vad.silero import SileroDetector
 
+WEBSOCKET_DOORS: Mapping[str, DoorKind] = {"/v1/stream": native}
 PING_INTERVAL_S = 20.0
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo_web"
 
@@ -59,8 +62,11 @@ def build_app(config: Config, engines: Mapping[str, SpeechEngine], detector: Spe
         yield
         await server.stop()
 
-    async def stream(websocket: WebSocket) -> None:
-        await server.serve(websocket)
+    def websocket_route(path: str, kind: DoorKind) -> WebSocketRoute:
+        async def serve(websocket: WebSocket) -> None:
+            await server.serve(websocket, kind)
+
+        return WebSocketRoute(path, serve)
 
     async def health(_: Request) -> JSONResponse:
         running = [
@@ -75,7 +81,7 @@ def build_app(config: Config, engines: Mapping[str, SpeechEngine], detector: Spe
         return JSONResponse({"models": listed})
 
     routes = [
-        WebSocketRoute("/v1/stream", stream),
+        *(websocket_route(path, kind) for path, kind in WEBSOCKET_DOORS.items()),
         Route("/v1/models", list_models),
         Route("/health", health),
     ]

@@ -82,6 +82,7 @@ class Config:
 
     models: tuple[str, ...] = ("whisper-tiny.en",)  # what is served; the first is the default of `hello`
     required_capabilities: tuple[Capability, ...] = ()  # the start fails if a model lacks one
+    model_aliases: tuple[str, ...] = ()  # NAME=MODEL: a name that clients of other services send, and what it means
     n_threads: int = 0  # 0..1024; threads of one decode; 0: as many as this process may use
     server: ServerConfig = field(default_factory=ServerConfig)
     session: SessionConfig = field(default_factory=SessionConfig)
@@ -94,6 +95,11 @@ class Config:
             raise ValueError("models is empty; name at least one, whisper-tiny.en say")
         if len(set(self.models)) < len(self.models):
             raise ValueError(f"models names one twice: {', '.join(self.models)}")
+        for alias in self.model_aliases:
+            if alias.partition("=")[2] not in self.models:
+                raise ValueError(
+                    f"model_aliases has {alias!r}; NAME=MODEL is needed, with one of {', '.join(self.models)}"
+                )
 
 
 def load(flags: Settings, *, environ: Mapping[str, str] = os.environ, path: Path | None = None) -> Config:

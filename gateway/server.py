@@ -1,29 +1,47 @@
-"""The shell around sessions: sockets, timers and threads; carries out effects and decides nothing.
+"""The shell around doors and sessions: sockets, timers and threads; carries out effects and decides nothing.
 
-Everything here runs on the event loop; what computes runs on the worker's threads. Knows no model and no protocol
-beyond which codec a sub-protocol means.
+Everything here runs on the event loop; what computes runs on the worker's threads. Knows no model and no protocol: what
+a client sends goes to its door, what a session says goes to the door of its connection.
 """
 
 import asyncio
 import logging
 import secrets
+import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
 from functools import partial
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
 from msgspec import UnsetType
 from numpy.typing import NDArray
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from gateway.batcher import Waiting, next_batch
-from gateway.codec import CODECS, Codec, choose_subprotocol
 from gateway.config import Config
-from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Send
-from gateway.errors import ClientError, GatewayError, ServerError
-from gateway.messages import Ack, Audio, Error, Hello, Partial, ServerMessage
+from gateway.doors.door import (
+    Admission,
+    AdmissionError,
+    Door,
+    DoorEffect,
+    DoorKind,
+    Drop,
+    Frame,
+    House,
+    Knock,
+    Leave,
+    Open,
+    Refuse,
+    Say,
+    Tell,
+)
+from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Said, Send, UtteranceOver
+from gateway.errors import ClientError, ServerError
+from gateway.messages import Audio, Hello, Input
 from gateway.session import DecodeJob, ServedModel, Session, State
 from gateway.worker import Worker
 from vad.audio import seconds
@@ -31,38 +49,102 @@ from vad.detector import DetectorState, SpeechDetector
 
 log = logging.getLogger("senseway")
 
-MAX_OUTGOING = 512  # messages waiting for a client that does not read, superseded partials and acks not counted
+MAX_OUTGOING = 512  # frames waiting for a client that does not read, superseded ones not counted
 MAX_GREETING = 16  # connections beyond max_sessions that have not said hello yet
 GOODBYE_TIMEOUT_S = 2.0  # for a last message to a client that may no longer read
 
 
-class Connection:
-    """One WebSocket: sends in order from a bounded queue, so that no session ever waits for a slow client."""
+class PeerGoneError(Exception):
+    """The other side of a transport is gone."""
 
-    def __init__(self, websocket: WebSocket, codec: Codec) -> None:
-        self.websocket = websocket
-        self.codec = codec
-        self._outgoing: deque[ServerMessage | Close] = deque()
+
+class Transport(Protocol):
+    """Frames from and to one client, however they travel."""
+
+    async def receive(self) -> Frame:
+        """The next frame. Raises ``PeerGoneError``."""
+
+    async def send(self, frame: Frame) -> None:
+        """Send a frame; waits while the client does not read. Raises ``PeerGoneError``."""
+
+    async def close(self, close: Close) -> None:
+        """End the connection from this side."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``close`` has still to be said."""
+
+
+class WebSocketTransport:
+    """A WebSocket that was accepted."""
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self._websocket = websocket
+
+    async def receive(self) -> Frame:
+        """See ``Transport``."""
+        message = await self._websocket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise PeerGoneError
+        text: str | None = message.get("text")
+        data: bytes = message.get("bytes") or b""
+        return text if text is not None else data
+
+    async def send(self, frame: Frame) -> None:
+        """See ``Transport``."""
+        try:
+            if isinstance(frame, str):
+                await self._websocket.send_text(frame)
+            else:
+                await self._websocket.send_bytes(frame)
+        except WebSocketDisconnect as error:
+            raise PeerGoneError from error
+
+    async def close(self, close: Close) -> None:
+        """See ``Transport``."""
+        await self._websocket.close(close.code, close.reason)
+
+    @property
+    def is_open(self) -> bool:
+        """See ``Transport``."""
+        return self._websocket.application_state is WebSocketState.CONNECTED
+
+
+class Connection:
+    """One client: sends in order from a bounded queue, so that no session ever waits for a slow one."""
+
+    def __init__(self, transport: Transport, door: Door) -> None:
+        self.transport = transport
+        self.door = door
+        self.seats: dict[int, Seat] = {}  # by the door's track
+        self.timer: asyncio.TimerHandle | None = None  # of the door
+        self._outgoing: deque[Say | Close] = deque()
         self._max_outgoing = MAX_OUTGOING
         self._has_news = asyncio.Event()
         self.closing: Close | None = None  # nothing is sent after it
-        self.sender = asyncio.create_task(self._send_all())  # done when the connection is over
+        self.is_gone = False  # the door knows that nothing reaches the client any more
+        self.is_over = asyncio.Event()
+        self.sender = asyncio.create_task(self._send_all())  # done when nothing can be sent any more
 
-    def make_room(self, n_messages: int) -> None:
-        """Let ``n_messages`` more wait: those that a resume sends all at once, which no client can have read yet."""
-        self._max_outgoing += n_messages
+    def make_room(self, n_frames: int) -> None:
+        """Let ``n_frames`` more wait: those that a resume sends all at once, which no client can have read yet."""
+        self._max_outgoing += n_frames
 
-    def post(self, message: ServerMessage) -> bool:
-        """Queue ``message``; false if the client has not read for so long that there is no room."""
-        if self.closing is not None:
+    def post(self, say: Say) -> bool:
+        """Queue a frame; false if the client has not read for so long that there is no room."""
+        if self.closing is not None or self.is_gone:
             return True
-        if isinstance(message, Partial | Ack):
-            self._outgoing = deque(old for old in self._outgoing if not _replaces(message, old))
+        if say.replaces is not None:
+            self._forget_replaced(say.replaces)
         if len(self._outgoing) >= self._max_outgoing:
             return False
-        self._outgoing.append(message)
+        self._outgoing.append(say)
         self._has_news.set()
         return True
+
+    def _forget_replaced(self, key: Hashable) -> None:
+        if any(isinstance(old, Say) and old.replaces == key for old in self._outgoing):
+            self._outgoing = deque(old for old in self._outgoing if isinstance(old, Close) or old.replaces != key)
 
     def close(self, close: Close) -> None:
         """Close once everything queued has been sent."""
@@ -71,52 +153,36 @@ class Connection:
             self._outgoing.append(close)
             self._has_news.set()
 
-    def give_up(self, error: GatewayError, code: int) -> None:
-        """Drop what is queued and close with ``error``, whether or not the client still reads."""
+    def hurry(self) -> None:
+        """Drop what is queued: what follows is a goodbye, to be said whether or not the client still reads."""
         asyncio.get_running_loop().call_later(GOODBYE_TIMEOUT_S, self.sender.cancel)
         self._outgoing.clear()
-        self.post(Error(None, error.code, str(error), fatal=True))
-        self.close(Close(code, error.code))
+
+    async def has_room(self) -> None:
+        """Wait until every session wants audio."""
+        for seat in list(self.seats.values()):
+            await seat.has_room.wait()
 
     async def _send_all(self) -> None:
         """Send what is posted until the connection closes."""
         while True:
             while self._outgoing:
-                message = self._outgoing.popleft()
-                if isinstance(message, Close):
-                    await self.websocket.close(message.code, message.reason)
+                item = self._outgoing.popleft()
+                if isinstance(item, Close):
+                    await self.transport.close(item)
                     return
-                frame = self.codec.encode(message)
-                if isinstance(frame, str):
-                    await self.websocket.send_text(frame)
-                else:
-                    await self.websocket.send_bytes(frame)
+                await self.transport.send(item.frame)
             self._has_news.clear()
             await self._has_news.wait()
-
-    async def receive(self) -> str | bytes:
-        """The next frame. Raises ``WebSocketDisconnect``."""
-        message = await self.websocket.receive()
-        if message["type"] == "websocket.disconnect":
-            raise WebSocketDisconnect(message.get("code", 1005))
-        text: str | None = message.get("text")
-        data: bytes = message.get("bytes") or b""
-        return text if text is not None else data
-
-
-def _replaces(message: Partial | Ack, old: ServerMessage | Close) -> bool:
-    """Whether ``old``, not sent yet, says nothing beside ``message``."""
-    if isinstance(message, Partial):
-        return isinstance(old, Partial) and old.segment == message.segment
-    return isinstance(old, Ack)
 
 
 class Seat:
     """A session with what it needs from the shell: its connection of the moment, its timer, its place in the queue."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, connection: Connection, track: int) -> None:
         self.session = session
-        self.connection: Connection | None = None
+        self.connection: Connection | None = connection
+        self.track = track
         self.timer: asyncio.TimerHandle | None = None
         self.has_room = asyncio.Event()  # set while the session wants audio
         self.waiting_since_s: float | None = None  # for its decode
@@ -129,6 +195,12 @@ class Server:
         self, models: Mapping[str, ServedModel], worker: Worker, detector: SpeechDetector, config: Config
     ) -> None:
         self.models = models
+        self.house = House(
+            cards={name: served.card for name, served in models.items()},
+            gate=config.vad,
+            session=config.session,
+            aliases=dict(alias.split("=", 1) for alias in config.model_aliases),
+        )
         self._worker = worker
         self._detector = detector
         self._config = config
@@ -136,7 +208,7 @@ class Server:
         self._decode_due = asyncio.Event()
         self._score_due = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._connections: dict[Connection, asyncio.Event] = {}  # open ones; the event is set when one is over
+        self._connections: set[Connection] = set()
         self._is_stopping = False
 
     @property
@@ -155,9 +227,8 @@ class Server:
         for seat in self._seats.values():
             seat.has_room.set()
         for connection in self._connections:
-            if connection.closing is None:
-                connection.give_up(ServerError("shutting_down", "the server stops; connect again later"), 1012)
-        ended = [asyncio.ensure_future(is_over.wait()) for is_over in self._connections.values()]
+            self._give_up(connection, ServerError("shutting_down", "the server stops; connect again later"))
+        ended = [asyncio.ensure_future(connection.is_over.wait()) for connection in self._connections]
         if ended:
             _, late = await asyncio.wait(ended, timeout=GOODBYE_TIMEOUT_S)
             for waiting in late:
@@ -176,26 +247,27 @@ class Server:
 
     # ------------------------------------------------------------------ connections
 
-    async def serve(self, websocket: WebSocket) -> None:
-        """One connection at ``/v1/stream``, from handshake to close."""
-        if not self._is_welcome(websocket.headers):
-            message = "pages of another origin may not connect; server.allowed_origins names those that may"
-            await websocket.send_denial_response(JSONResponse({"error": message}, status_code=403))
-            return
-        subprotocol = choose_subprotocol(list(websocket.scope["subprotocols"]))
-        if subprotocol is None:
-            message = f"none of the offered sub-protocols is known; there are {', '.join(CODECS)}"
-            await websocket.send_denial_response(JSONResponse({"error": message}, status_code=400))
-            return
-        await websocket.accept(subprotocol if websocket.scope["subprotocols"] else None)
-        connection = Connection(websocket, CODECS[subprotocol])
-        is_over = self._connections[connection] = asyncio.Event()
+    async def serve(self, websocket: WebSocket, kind: DoorKind) -> None:
+        """One WebSocket at a door of this kind, from handshake to close."""
+        knock = knock_of(websocket)
         try:
-            await self._converse(connection)
-        finally:
-            await self._end(connection)
-            del self._connections[connection]
-            is_over.set()
+            admission = self.admit(kind, knock)
+        except AdmissionError as error:
+            await websocket.send_denial_response(refusal_response(kind, error, knock))
+            return
+        headers = [(name.encode(), value.encode()) for name, value in admission.headers.items()]
+        await websocket.accept(admission.subprotocol, headers)
+        await self.converse(WebSocketTransport(websocket), admission.door)
+
+    def admit(self, kind: DoorKind, knock: Knock) -> Admission:
+        """Let a client in whose handshake is right. Raises ``AdmissionError``."""
+        if not self._is_welcome(knock.headers):
+            raise AdmissionError(
+                403,
+                "origin_not_allowed",
+                "pages of another origin may not connect; server.allowed_origins names those that may",
+            )
+        return kind.open_door(knock, self.house)
 
     def _is_welcome(self, headers: Mapping[str, str]) -> bool:
         """Whether the page that a browser connects for, if it is one, is ours or allowed.
@@ -206,16 +278,23 @@ class Server:
         allowed = self._config.server.allowed_origins
         return origin is None or "*" in allowed or origin in allowed or urlsplit(origin).netloc == headers.get("host")
 
+    async def converse(self, transport: Transport, door: Door) -> None:
+        """Let a door and its client talk until either side has enough."""
+        connection = Connection(transport, door)
+        self._connections.add(connection)
+        try:
+            await self._converse(connection)
+        finally:
+            await self._end(connection)
+            self._connections.discard(connection)
+            connection.is_over.set()
+
     async def _converse(self, connection: Connection) -> None:
-        """Feed a session with what the client sends, until either side has enough."""
-        seat = self._new_seat()
-        if seat is None:
-            connection.give_up(ServerError("server_full", "no room for another session; try again later"), 1013)
-            return
-        self._attach(seat, connection)
+        """Feed the door with what the client sends."""
+        self._ask(connection, connection.door.opened)
         try:
             while connection.closing is None:
-                reading = asyncio.ensure_future(connection.receive())
+                reading = asyncio.ensure_future(connection.transport.receive())
                 await asyncio.wait({reading, connection.sender}, return_when=asyncio.FIRST_COMPLETED)
                 if not reading.done():  # the sender ended: closed, or the client is gone
                     reading.cancel()
@@ -223,33 +302,32 @@ class Server:
                 frame = reading.result()
                 if connection.closing is not None:  # taken over, say: the session is no longer this connection's
                     return
-                seat = await self._take_frame(seat, connection, frame)
-                await seat.has_room.wait()
-        except WebSocketDisconnect:
+                await self._take_frame(connection, frame)
+                await connection.has_room()
+        except PeerGoneError:
             return
         finally:
             self._detach(connection)
 
-    async def _take_frame(self, seat: Seat, connection: Connection, frame: str | bytes) -> Seat:
-        """Hand one frame to the session; answers with the seat the connection belongs to from then on."""
+    async def _take_frame(self, connection: Connection, frame: Frame) -> None:
+        """Hand one frame to the door and carry out its answer, with a turn for the others inside long audio."""
         try:
-            message = connection.codec.decode(frame)
-        except ClientError as error:
-            refusal = error
-            self._feed(seat, lambda now_s: seat.session.refuse(refusal))
-            return seat
-        if isinstance(message, Hello) and isinstance(message.resume, UnsetType) and self._is_full(seat):
-            connection.give_up(ServerError("server_full", "no room for another session; try again later"), 1013)
-            return seat
-        if isinstance(message, Audio):
-            await self._take_audio(seat, connection, message.data)
-            return seat
-        self._feed(seat, lambda now_s: seat.session.receive(message, now_s))
-        # A hello that wants another session back has moved this connection to that one's seat.
-        return next((other for other in self._seats.values() if other.connection is connection), seat)
+            effects = connection.door.receive(frame, self._now_s())
+        except Exception:  # noqa: BLE001  # the outermost shell of a connection: it ends, the others go on
+            self._fail(connection)
+            return
+        for effect in effects:
+            if isinstance(effect, Tell) and isinstance(effect.message, Audio):
+                await self._tell_audio(connection, effect.track, effect.message.data)
+            else:
+                self._carry_out(connection, effect)
+        self._set_timer(connection)
 
-    async def _take_audio(self, seat: Seat, connection: Connection, data: bytes) -> None:
+    async def _tell_audio(self, connection: Connection, track: int, data: bytes) -> None:
         """Hand over audio piece by piece, with a turn for the others in between: a frame may hold two minutes."""
+        seat = connection.seats.get(track)
+        if seat is None:
+            return
         piece_bytes = seat.session.piece_bytes
         for start in range(0, max(1, len(data)), piece_bytes):
             if start:
@@ -264,13 +342,99 @@ class Server:
     def _receive_piece(session: Session, piece: Audio, n_bytes_to_come: int, now_s: float) -> list[Effect]:
         return session.receive(piece, now_s, n_bytes_to_come=n_bytes_to_come)
 
-    @staticmethod
-    async def _end(connection: Connection) -> None:
+    def _detach(self, connection: Connection) -> None:
+        """The connection is over: the door says what becomes of its sessions."""
+        if connection.is_gone:
+            return
+        connection.is_gone = True
+        self._ask(connection, connection.door.peer_gone)
+
+    async def _end(self, connection: Connection) -> None:
         """Give the last messages their chance; a client that does not read loses them."""
-        if connection.websocket.application_state is WebSocketState.CONNECTED:
+        if connection.timer is not None:
+            connection.timer.cancel()
+        if connection.transport.is_open:
             await asyncio.wait({connection.sender}, timeout=GOODBYE_TIMEOUT_S if connection.closing else 0)
         connection.sender.cancel()
         await asyncio.gather(connection.sender, return_exceptions=True)
+
+    def _give_up(self, connection: Connection, error: ServerError) -> None:
+        """Say goodbye with ``error``, whether or not the client still reads."""
+        if connection.closing is None:
+            connection.hurry()
+            for effect in connection.door.failed(error):
+                self._carry_out(connection, effect)
+
+    # ------------------------------------------------------------------ what doors want
+
+    def _ask(self, connection: Connection, call: Callable[[float], Iterable[DoorEffect]]) -> None:
+        """Give a door one input and carry out its answer. A fault in it ends this connection and no other."""
+        try:
+            for effect in call(self._now_s()):
+                self._carry_out(connection, effect)
+            self._set_timer(connection)
+        except Exception:  # noqa: BLE001  # the outermost shell of a connection: it ends, the others go on
+            self._fail(connection)
+
+    def _carry_out(self, connection: Connection, effect: DoorEffect) -> None:
+        match effect:
+            case Say():
+                self._say(connection, effect)
+            case Tell(track, message):
+                self._tell(connection, track, message)
+            case Open(track):
+                self._open_seat(connection, track)
+            case Refuse(track, error):
+                if (seat := connection.seats.get(track)) is not None:
+                    self._feed(seat, partial(self._refuse, seat.session, error))
+            case Leave(track):
+                if (seat := connection.seats.pop(track, None)) is not None:
+                    seat.connection = None
+                    self._feed(seat, seat.session.peer_gone)
+            case Drop(track):
+                if (seat := connection.seats.get(track)) is not None:
+                    self._end_seat(seat)
+            case Close():
+                connection.close(effect)
+
+    @staticmethod
+    def _refuse(session: Session, error: ClientError, now_s: float) -> list[Effect]:
+        return session.refuse(error)
+
+    def _say(self, connection: Connection, say: Say) -> None:
+        if not connection.post(say):
+            self._give_up(connection, ServerError("too_slow", "the client does not read; resume the session to go on"))
+            self._detach(connection)
+
+    def _tell(self, connection: Connection, track: int, message: Input) -> None:
+        seat = connection.seats.get(track)
+        if seat is None:
+            return
+        if isinstance(message, Hello) and isinstance(message.resume, UnsetType) and self._is_full(seat):
+            self._give_up(connection, ServerError("server_full", "no room for another session; try again later"))
+            return
+        self._feed(seat, lambda now_s: seat.session.receive(message, now_s))
+
+    def _set_timer(self, connection: Connection) -> None:
+        wake_s = connection.door.next_wake_s
+        if connection.timer is not None and connection.timer.when() != wake_s:
+            connection.timer.cancel()
+            connection.timer = None
+        if connection.timer is None and wake_s is not None and not connection.is_over.is_set():
+            connection.timer = asyncio.get_running_loop().call_at(wake_s, self._wake_door, connection)
+
+    def _wake_door(self, connection: Connection) -> None:
+        connection.timer = None
+        self._ask(connection, connection.door.wake)
+
+    def _fail(self, connection: Connection) -> None:
+        """End a connection that can't go on; called while the exception is being handled."""
+        log.exception("a connection failed")
+        self._give_up(connection, ServerError("internal", "a fault of the server ended this session"))
+        for seat in list(connection.seats.values()):
+            self._end_seat(seat)
+
+    # ------------------------------------------------------------------ sessions
 
     def _is_full(self, greeting: Seat) -> bool:
         """Whether there is no room for the new session that ``greeting`` asks for."""
@@ -278,10 +442,11 @@ class Server:
         n_open = sum(seat.session.state is not State.GREETING for seat in others)
         return greeting.session.state is State.GREETING and n_open >= self._config.server.max_sessions
 
-    def _new_seat(self) -> Seat | None:
+    def _open_seat(self, connection: Connection, track: int) -> None:
         # A few more than may stay: who wants a lost session back must get as far as saying so.
         if self._is_stopping or len(self._seats) >= self._config.server.max_sessions + MAX_GREETING:
-            return None
+            self._give_up(connection, ServerError("server_full", "no room for another session; try again later"))
+            return
         session = Session(
             secrets.token_urlsafe(16),
             self.models,
@@ -290,19 +455,8 @@ class Server:
             gate=self._config.vad,
             now_s=self._now_s(),
         )
-        seat = self._seats[session.session_id] = Seat(session)
-        return seat
-
-    def _attach(self, seat: Seat, connection: Connection) -> None:
-        seat.connection = connection
+        seat = self._seats[session.session_id] = connection.seats[track] = Seat(session, connection, track)
         self._settle(seat)
-
-    def _detach(self, connection: Connection) -> None:
-        """The connection is over: its session waits to be resumed, or ends if nobody can want it."""
-        for seat in list(self._seats.values()):
-            if seat.connection is connection:
-                seat.connection = None
-                self._feed(seat, seat.session.peer_gone)
 
     def _resume(self, fresh: Seat, session_id: str, last_event: int) -> None:
         """Move the connection of ``fresh`` to the session that it wants back."""
@@ -317,17 +471,18 @@ class Server:
             self._apply(fresh, fresh.session.refuse(error))
             return
         if wanted.connection is not None:
-            wanted.connection.give_up(ServerError("taken_over", "the session was resumed on another connection"), 4410)
+            del wanted.connection.seats[wanted.track]
+            self._give_up(wanted.connection, ServerError("taken_over", "the session was resumed on another connection"))
         wanted.connection, fresh.connection = fresh.connection, None
         if wanted.connection is not None:
+            wanted.track = fresh.track
+            wanted.connection.seats[fresh.track] = wanted
             wanted.connection.make_room(len(effects))
         self._forget(fresh)
         self._apply(wanted, effects)
 
-    # ------------------------------------------------------------------ effects
-
     def _feed(self, seat: Seat, call: Callable[[float], list[Effect]]) -> None:
-        """Give a session one input and carry out what follows. A fault in it ends this session and no other.
+        """Give a session one input and carry out what follows. A fault in it ends its connection and no other.
 
         One that is over may still be answered, by an engine that was at work for it: nothing comes of that.
         """
@@ -336,41 +491,50 @@ class Server:
         try:
             self._apply(seat, call(self._now_s()))
         except Exception:  # noqa: BLE001  # the outermost shell of a session: it ends, the others go on
-            self._fail(seat)
+            self._fail_seat(seat)
 
-    def _fail(self, seat: Seat) -> None:
-        """End a session that can't go on; called while the exception is being handled."""
-        log.exception("session %s failed", seat.session.session_id[:6])
+    def _fail_seat(self, seat: Seat) -> None:
+        """End a session that can't go on, and the connection that it is part of."""
         if seat.connection is not None:
-            seat.connection.give_up(ServerError("internal", "a fault of the server ended this session"), 1011)
-        self._forget(seat)
-        self._spawn(self._close_all(seat.session.session_id))
-        self._decode_due.set()  # the decode that failed here may have been all that the loop had in hand
+            self._fail(seat.connection)
+        else:
+            log.exception("a session without a connection failed")
+        self._end_seat(seat)
+
+    def _end_seat(self, seat: Seat) -> None:
+        """End a session at once, whatever it has still to say."""
+        if self._seats.get(seat.session.session_id) is seat:
+            self._forget(seat)
+            self._spawn(self._close_all(seat.session.session_id))
+            self._decode_due.set()  # the decode that failed here may have been all that the loop had in hand
 
     def _apply(self, seat: Seat, effects: Iterable[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Send(message):
-                    self._send(seat, message)
+                    self._hear(seat, message)
+                case Close() | UtteranceOver():
+                    self._hear(seat, effect)
                 case OpenStream():
                     self._spawn(self._open(seat, effect))
                 case CloseStream(stream_id):
                     self._spawn(self._close(seat.session.session_id, stream_id))
-                case Close():
-                    if seat.connection is not None:
-                        seat.connection.close(effect)
                 case Resume(session_id, last_event):
                     self._resume(seat, session_id, last_event)
                     return
         self._settle(seat)
 
-    def _send(self, seat: Seat, message: ServerMessage) -> None:
-        if seat.connection is not None and not seat.connection.post(message):
-            seat.connection.give_up(
-                ServerError("too_slow", "the client does not read; resume the session to go on"), 4409
-            )
-            seat.connection = None
-            self._feed(seat, seat.session.peer_gone)
+    def _hear(self, seat: Seat, said: Said) -> None:
+        """Let the door of a session's connection, if there is one, hear what the session says."""
+        connection = seat.connection
+        if connection is None:
+            return
+        for effect in connection.door.heard(seat.track, said, self._now_s()):
+            if isinstance(effect, Tell):  # the session has not finished speaking
+                asyncio.get_running_loop().call_soon(self._tell, connection, effect.track, effect.message)
+            else:
+                self._carry_out(connection, effect)
+        self._set_timer(connection)
 
     def _settle(self, seat: Seat) -> None:
         """After every change of a session: its timer, its room for audio, its place in the queues."""
@@ -401,6 +565,8 @@ class Server:
             seat.timer.cancel()
         seat.has_room.set()
         self._seats.pop(seat.session.session_id, None)
+        if seat.connection is not None:
+            seat.connection.seats.pop(seat.track, None)
 
     async def _open(self, seat: Seat, effect: OpenStream) -> None:
         try:
@@ -408,7 +574,7 @@ class Server:
                 (seat.session.session_id, effect.stream_id), effect.model, effect.options
             )
         except Exception:  # noqa: BLE001  # an engine may raise anything; the session can't go on without its stream
-            self._fail(seat)
+            self._fail_seat(seat)
             return
         self._feed(seat, lambda now_s: seat.session.opened(warnings))
 
@@ -451,7 +617,7 @@ class Server:
         try:
             return seat.session.next_decode()
         except Exception:  # noqa: BLE001  # as in _feed: this session ends, the loop goes on for the others
-            self._fail(seat)
+            self._fail_seat(seat)
             return None
 
     async def _decode(self, jobs: list[tuple[Seat, DecodeJob]]) -> None:
@@ -490,7 +656,7 @@ class Server:
             results = await self._worker.score([work for _, work in due])
         except Exception:  # noqa: BLE001  # a detector may raise anything; a session without it can't go on
             if len(due) == 1:
-                self._fail(due[0][0])
+                self._fail_seat(due[0][0])
                 return
             for alone in due:  # so that windows it can't take cost nobody else anything
                 await self._score([alone])
@@ -506,3 +672,23 @@ class Server:
     @staticmethod
     def _now_s() -> float:
         return asyncio.get_running_loop().time()
+
+
+def knock_of(connection: HTTPConnection) -> Knock:
+    """What a client's handshake or request says."""
+    return Knock(
+        path=connection.url.path,
+        query=tuple(connection.query_params.multi_items()),
+        headers={name.lower(): value for name, value in connection.headers.items()},
+        subprotocols=tuple(connection.scope.get("subprotocols", ())),
+        url=str(connection.url),
+        connection_id=secrets.token_hex(16),
+        at_unix_s=time.time(),
+    )
+
+
+def refusal_response(kind: DoorKind, error: AdmissionError, knock: Knock) -> JSONResponse:
+    """The HTTP answer to one who is refused."""
+    refusal = kind.refusal(error, knock)
+    retry = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    return JSONResponse(refusal.body, status_code=error.status, headers={**retry, **refusal.headers})

@@ -8,9 +8,11 @@ import pytest
 from numpy.typing import NDArray
 
 from gateway.config import SessionConfig
+from gateway.doors.door import Door, House, Knock
+from gateway.effects import Said
 from gateway.messages import Audio, AudioSpec, ClientMessage, EngineItem, Hello
 from gateway.session import ServedModel, Session
-from gateway.simulation import Simulation
+from gateway.simulation import DoorSimulation, Simulation
 from streaming.capability import Capability
 from streaming.engine import Chunk, DecodeOptions, ModelCard, StreamWarning
 from streaming.transcript import Hypothesis, Quality, Word
@@ -150,3 +152,27 @@ class World:
     def simulation(engine: ReadingEngine, delay_s: float = 0.0, **config: float) -> Simulation:
         session = World.session(engine, **config)
         return Simulation(session, engine, LoudnessDetector(), cost_s=lambda job: delay_s)
+
+    @staticmethod
+    def house(*engines: ReadingEngine, **aliases: str) -> House:
+        """What a door knows of a server with these engines."""
+        cards = {engine.card.name: engine.card for engine in engines or (ReadingEngine(()),)}
+        return House(cards, GateSettings(hangover_ms=400), SessionConfig(), aliases)
+
+    @staticmethod
+    def knock(**said: object) -> Knock:
+        """A handshake."""
+        return Knock(path="/", connection_id="0123456789abcdef0123456789abcdef", **said)  # type: ignore[arg-type]
+
+    @staticmethod
+    def behind(door: Door, engine: ReadingEngine, delay_s: float = 0.0) -> DoorSimulation:
+        """``door`` with the sessions that it opens, each decode taking ``delay_s``."""
+        models = {engine.card.name: ServedModel(engine.card, EngineItem(engine.backend, engine.why))}
+
+        def open_session(now_s: float, hear: Callable[[Said, float], None]) -> Simulation:
+            state = LoudnessDetector().initial_state()
+            gate = GateSettings(hangover_ms=400)
+            session = Session("session", models, state, config=SessionConfig(), gate=gate, now_s=now_s)
+            return Simulation(session, engine, LoudnessDetector(), cost_s=lambda job: delay_s, hear=hear)
+
+        return DoorSimulation(door, open_session)

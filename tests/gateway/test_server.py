@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import msgpack
 import numpy as np
@@ -17,56 +17,20 @@ from starlette.applications import Starlette
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from gateway.app import UvicornServer, build_app, uvicorn_config
-from gateway.config import Config, ServerConfig, SessionConfig
+from gateway.app import build_app
+from gateway.config import Config
 from gateway.server import MAX_OUTGOING
 from gateway.session import DecodeJob, Session
 from models.scripted import ScriptedEngine, recite
 from streaming.engine import Chunk, EngineStream
 from streaming.transcript import Hypothesis
-from vad.detector import DetectorState, SpeechDetector
+from tests.serving import DEADLINE_S, served, speech
+from vad.detector import DetectorState
 from vad.energy import EnergyDetector
 
 pytestmark = pytest.mark.e2e
 
 HELLO = {"type": "hello", "audio": {"encoding": "s16le", "sample_rate_hz": 16_000}}
-DEADLINE_S = 20
-
-
-def speech(duration_s: float, before_s: float = 0.5, after_s: float = 1.0) -> bytes:
-    """Noise loud enough for the energy detector between two silences, as s16le."""
-    loud = np.random.default_rng(0).normal(0, 0.2, int(duration_s * 16_000))
-    samples = np.concatenate([np.zeros(int(before_s * 16_000)), loud, np.zeros(int(after_s * 16_000))])
-    return (np.clip(samples, -1, 1) * 32_767).astype("<i2").tobytes()
-
-
-@contextmanager
-def served(engine: ScriptedEngine, detector: SpeechDetector | None = None, **server: int) -> Iterator[str]:
-    """A server on a free port, on a thread of its own; gives its address."""
-    config = Config(
-        models=("scripted",),
-        server=ServerConfig(port=0, **server),
-        session=SessionConfig(resume_window_s=30),
-    )
-    ready = threading.Event()
-
-    class Server(UvicornServer):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            ready.set()
-
-    app = build_app(config, {"scripted": engine}, detector or EnergyDetector())
-    uvicorn_server = Server(uvicorn_config(config, app))
-    thread = threading.Thread(target=uvicorn_server.run, daemon=True)
-    thread.start()
-    assert ready.wait(DEADLINE_S)
-    port = uvicorn_server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        uvicorn_server.should_exit = True
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
 
 
 def sessions_become(address: str, n_sessions: int) -> bool:

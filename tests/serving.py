@@ -1,0 +1,52 @@
+"""A real server with the scripted engine, on a thread of its own, and sound that its detector takes for speech."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from gateway.app import UvicornServer, build_app, uvicorn_config
+from gateway.config import Config, ServerConfig, SessionConfig
+from streaming.engine import SpeechEngine
+from vad.detector import SpeechDetector
+from vad.energy import EnergyDetector
+
+DEADLINE_S = 20
+
+
+def speech(duration_s: float, before_s: float = 0.5, after_s: float = 1.0) -> bytes:
+    """Noise loud enough for the energy detector between two silences, as s16le."""
+    loud = np.random.default_rng(0).normal(0, 0.2, int(duration_s * 16_000))
+    samples = np.concatenate([np.zeros(int(before_s * 16_000)), loud, np.zeros(int(after_s * 16_000))])
+    return (np.clip(samples, -1, 1) * 32_767).astype("<i2").tobytes()
+
+
+@contextmanager
+def served(engine: SpeechEngine, detector: SpeechDetector | None = None, **server: object) -> Iterator[str]:
+    """A server on a free port, on a thread of its own; gives its address."""
+    config = Config(
+        models=(engine.card.name,),
+        server=ServerConfig(port=0, **server),
+        session=SessionConfig(resume_window_s=30),
+    )
+    ready = threading.Event()
+
+    class Server(UvicornServer):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready.set()
+
+    app = build_app(config, {engine.card.name: engine}, detector or EnergyDetector())
+    uvicorn_server = Server(uvicorn_config(config, app))
+    thread = threading.Thread(target=uvicorn_server.run, daemon=True)
+    thread.start()
+    assert ready.wait(DEADLINE_S)
+    port = uvicorn_server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        uvicorn_server.should_exit = True
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
