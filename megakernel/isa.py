@@ -147,16 +147,16 @@ COMMAND_SLOTS = 64
 
 
 class Record(IntEnum):
-    """Words of a record for the host."""
+    """Words of a record for the host, written as two halves of 16 bytes; it is whole once both carry its number."""
 
-    KIND = 0  # RecordKind
-    SLOT = 1
-    TICKET = 2
-    TOKEN = 3  # TOKEN: the token. SEGMENT: index of its first token. DONE: EndReason. LEFT: LeaveReason
+    KIND = 0  # RecordKind + 256 x slot
+    TICKET = 1
+    TOKEN = 2  # TOKEN: the token. SEGMENT: index of its first token. DONE: EndReason. LEFT: LeaveReason
+    FIRST_SEQUENCE = 3  # number of this record, from 1
     VALUE = 4  # TOKEN: its log-probability, float. SEGMENT: number of tokens. DONE: probability of the watched token
     EXTRA = 5  # TOKEN: its index. DONE: tokens of the draft that held
     STEP = 6
-    SEQUENCE = 7  # number of this record, from 1; written last, so that a record that carries it is whole
+    SEQUENCE = 7  # the same number
 
 
 class RecordKind(IntEnum):
@@ -195,8 +195,8 @@ class Parameter(IntEnum):
     CROSS_CACHE = 9  # [slot, layer, keys or values, head, n_cross_positions, head size] bfloat16
     SCORES = 10  # [slot, dumped head, n_positions, n_cross_positions] float
     BITMAPS = 11  # [n_rules, 2, ceil(n_tokens / 32)] bits of suppressed tokens: anywhere, and as the first one written
-    REQUESTS = 12  # [MAX_SLOTS, REQUEST_WORDS], filled by SM 0
-    SLOTS = 13  # the slots' states between residencies
+    REQUESTS = 12  # [MAX_SLOTS, REQUEST_WORDS], then the commands, filled by the last SM
+    STATE = 13  # slots, rows and counters between residencies, STATE_WORDS
     CONTROL = 14  # Control, in device memory
     HOST_DOOR = 15  # commands given so far
     HOST_COMMANDS = 16  # [COMMAND_SLOTS, COMMAND_WORDS]
@@ -212,7 +212,6 @@ class Parameter(IntEnum):
     COMMANDS = 26  # commands carried out before this launch
     RECORDS = 27  # records written before this launch
     RESIDUAL = 28  # graph mode: [n_sms, MAX_ROWS, residual elements] float between phases
-    ROWS = 29  # graph mode: the step's rows between phases
 
 
 class Control(IntEnum):
@@ -232,6 +231,7 @@ class Control(IntEnum):
 
 
 CONTROL_WORDS = 16
+STATE_WORDS = 1024  # room for them, of 4 bytes; cleared by the host at first
 
 
 class LeaveReason(IntEnum):

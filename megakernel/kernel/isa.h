@@ -22,6 +22,7 @@
 #define RECORD_WORDS 8
 #define RECORD_SLOTS 8192
 #define CONTROL_WORDS 16
+#define STATE_WORDS 1024
 
 enum {  // Op
     OP_LINEAR = 0,
@@ -120,9 +121,9 @@ enum {  // CommandKind
 
 enum {  // Record
     RECORD_KIND = 0,
-    RECORD_SLOT = 1,
-    RECORD_TICKET = 2,
-    RECORD_TOKEN = 3,
+    RECORD_TICKET = 1,
+    RECORD_TOKEN = 2,
+    RECORD_FIRST_SEQUENCE = 3,
     RECORD_VALUE = 4,
     RECORD_EXTRA = 5,
     RECORD_STEP = 6,
@@ -156,7 +157,7 @@ enum {  // Parameter
     PARAMETER_SCORES = 10,
     PARAMETER_BITMAPS = 11,
     PARAMETER_REQUESTS = 12,
-    PARAMETER_SLOTS = 13,
+    PARAMETER_STATE = 13,
     PARAMETER_CONTROL = 14,
     PARAMETER_HOST_DOOR = 15,
     PARAMETER_HOST_COMMANDS = 16,
@@ -172,7 +173,6 @@ enum {  // Parameter
     PARAMETER_COMMANDS = 26,
     PARAMETER_RECORDS = 27,
     PARAMETER_RESIDUAL = 28,
-    PARAMETER_ROWS = 29,
 };
 
 enum {  // Control
@@ -206,4 +206,4 @@ enum {  // FaultKind
 
 #define PHASE_WORDS 16
 #define TASK_WORDS 4
-#define PARAMETER_WORDS 30
+#define PARAMETER_WORDS 29
