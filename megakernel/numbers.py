@@ -125,14 +125,14 @@ def apply_norm(
 ) -> NDArray[np.float32]:
     """What the linear of the normed rows is, from the linear of the rows themselves."""
     mean, rstd = stats
-    normed: NDArray[np.float32] = (sums - mean[:, None] * row_sums) * rstd[:, None]
-    return normed
+    return (sums - mean[:, None] * row_sums) * rstd[:, None]
 
 
 def gelu(x: NDArray[np.float32]) -> NDArray[np.float32]:
     """x · Φ(x) with the error function itself, in float64, rounded once."""
     wide = x.astype(np.float64)
-    return (0.5 * wide * (1 + _erf(wide / math.sqrt(2)).astype(np.float64))).astype(np.float32)
+    share = np.asarray(_erf(wide / math.sqrt(2)), np.float64)
+    return (0.5 * wide * (1 + share)).astype(np.float32)
 
 
 # Element by element through the C library: numpy has no erf, and its exp may take another path at an array's end.
