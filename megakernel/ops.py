@@ -1,10 +1,65 @@
-"""The ops of a step: what an author writes, and what they fuse to.
+"""The ops of a step: what an author writes, with the shape rule of each, and what they fuse to.
 
 An author's graph holds the first group; ``fuse.py`` turns it into the second, of which each is one phase of the kernel.
 Knows tensors of rows, in elements. Does not know models, SMs or numbers' bits (``numbers.py`` does).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from .errors import CompileError
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the ops of a graph share. Widths in elements."""
+
+    width: int
+    head_size: int
+    n_layers: int
+    n_positions: int  # of a slot's own cache
+    n_cross_positions: int
+    n_tokens: int  # of the vocabulary
+    end_token: int
+    mark_begin: int  # first marker; n_tokens if there are none
+    max_slots: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What an op's shape rule may look at: the graph's sizes, its constants, and the values made before ``node``."""
+
+    node: str
+    sizes: Sizes
+    widths: Mapping[str, int]  # elements of a row of each value
+    constants: Mapping[str, tuple[int, ...]]
+
+    def width(self, value: str) -> int:
+        """Elements of a row of ``value``. Raises CompileError if no earlier node makes it."""
+        if value not in self.widths:
+            raise self.broken(f"reads {value!r}, which no earlier node makes")
+        return self.widths[value]
+
+    def expect(self, constant: str, *shape: int) -> None:
+        """Raise CompileError unless ``constant`` has this shape."""
+        found = self.constants.get(constant)
+        if found != shape:
+            raise self.broken(f"takes {constant!r} of shape {list(shape)}, not {found and list(found)}")
+
+    def expect_width(self, value: str, width: int) -> None:
+        """Raise CompileError unless rows of ``value`` have this many elements."""
+        if self.width(value) != width:
+            raise self.broken(f"takes rows of {width} elements, and {value!r} has {self.width(value)}")
+
+    def expect_layer(self, layer: int) -> None:
+        """Raise CompileError unless the caches have this layer."""
+        if not 0 <= layer < self.sizes.n_layers:
+            raise self.broken(f"layer {layer} of {self.sizes.n_layers}")
+
+    def broken(self, rule: str) -> CompileError:
+        """What to raise where ``rule`` does not hold."""
+        return CompileError("graph", self.node, rule)
+
 
 # ---------------------------------------------------------------------- what an author writes
 
@@ -16,6 +71,12 @@ class Embed:
     token_table: str  # constant [n_tokens, width]
     position_table: str  # constant [n_positions, width]
 
+    def width(self, known: Known) -> int:
+        """Elements of a row of the result."""
+        known.expect(self.token_table, known.sizes.n_tokens, known.sizes.width)
+        known.expect(self.position_table, known.sizes.n_positions, known.sizes.width)
+        return known.sizes.width
+
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
@@ -26,6 +87,13 @@ class LayerNorm:
     beta: str
     epsilon: float = 1e-5
 
+    def width(self, known: Known) -> int:
+        """Elements of a row of the result."""
+        width = known.width(self.x)
+        known.expect(self.gamma, width)
+        known.expect(self.beta, width)
+        return width
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -35,12 +103,24 @@ class Linear:
     weight: str  # constant [N, K]
     bias: str | None  # constant [N]
 
+    def width(self, known: Known) -> int:
+        """Elements of a row of the result."""
+        n = known.constants.get(self.weight, (0,))[0]
+        known.expect(self.weight, n, known.width(self.x))
+        if self.bias is not None:
+            known.expect(self.bias, n)
+        return n
+
 
 @dataclass(frozen=True, slots=True)
 class Gelu:
     """Exact GELU, elementwise."""
 
     x: str
+
+    def width(self, known: Known) -> int:
+        """Elements of a row of the result."""
+        return known.width(self.x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +129,11 @@ class Add:
 
     x: str
     residual: str
+
+    def width(self, known: Known) -> int:
+        """Elements of a row of the result."""
+        known.expect_width(self.x, known.width(self.residual))
+        return known.width(self.x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +145,13 @@ class SelfAttention:
     n_heads: int
     block: int = 64  # positions
 
+    def width(self, known: Known) -> int:
+        """Elements of a row of the result."""
+        width = self.n_heads * known.sizes.head_size
+        known.expect_width(self.qkv, 3 * width)
+        known.expect_layer(self.layer)
+        return width
+
 
 @dataclass(frozen=True, slots=True)
 class CrossAttention:
@@ -68,8 +160,17 @@ class CrossAttention:
     q: str
     layer: int
     n_heads: int
-    dumped_heads: tuple[int, ...] = ()  # whose scores are kept
+    dumped_heads: tuple[int, ...] = ()  # whose scores are kept, rising
     block: int = 256
+
+    def width(self, known: Known) -> int:
+        """Elements of a row of the result."""
+        width = self.n_heads * known.sizes.head_size
+        known.expect_width(self.q, width)
+        known.expect_layer(self.layer)
+        if list(self.dumped_heads) != sorted(set(self.dumped_heads) & set(range(self.n_heads))):
+            raise known.broken(f"dumped heads {list(self.dumped_heads)} must rise and be among {self.n_heads}")
+        return width
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +180,22 @@ class Head:
     x: str
     weight: str  # constant [n_tokens, K]
 
+    def width(self, known: Known) -> int:
+        """Logits of a row."""
+        known.expect(self.weight, known.sizes.n_tokens, known.width(self.x))
+        return known.sizes.n_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Select:
     """Next tokens from the head's result."""
 
     head: str
+
+    def width(self, known: Known) -> int:
+        """One token a row."""
+        known.expect_width(self.head, known.sizes.n_tokens)
+        return 1
 
 
 Op = Embed | LayerNorm | Linear | Gelu | Add | SelfAttention | CrossAttention | Head | Select
