@@ -20,9 +20,13 @@ import torch
 from benchmarks.recordings import DEFAULT_MANIFEST, ENGLISH, Answer, Recording, read_manifest, score
 from models.mel import HOP_SAMPLES, WINDOW_S, log_mel
 from models.store import find_model
+from models.tokenizer import WhisperTokenizer
+from models.whisper.cpu import pack
 from models.whisper.decode import Request, decode, is_silent, max_sampled_tokens
-from models.whisper.engine import LOUDEST_FEATURE, QUIETEST_FEATURE, WhisperEngine
+from models.whisper.loading import read_model
 from models.whisper.reference import SilentTail
+from models.whisper.vocabulary import rule_book
+from models.whisper.window import LOUDEST_FEATURE, QUIETEST_FEATURE
 from vad.audio import SAMPLE_RATE_HZ
 
 POSITION_SAMPLES = 2 * HOP_SAMPLES
@@ -47,9 +51,13 @@ class Bench:
     """One model, decoding clips under any setting."""
 
     def __init__(self, name: str) -> None:
-        self.engine = WhisperEngine.load(find_model(name), name=name, n_threads=1)
-        self.model = self.engine._model
-        self.special = self.engine._special
+        torch.set_num_threads(1)
+        files = find_model(name)
+        self.model = read_model(files).eval()
+        pack(self.model)
+        self.tokenizer = WhisperTokenizer.load(files.tokenizer)
+        self.rules = rule_book(self.tokenizer, self.model.config.n_vocab)
+        self.special = self.rules.special
         self.silence = torch.full(
             (1, self.model.config.n_mels, 2 * self.model.config.n_audio_positions), QUIETEST_FEATURE
         )
@@ -69,11 +77,11 @@ class Bench:
         cache = self.model.decoder.open_cache(self.model.encoder(features[None], tail), tail)
         language = self.special.languages[:1]  # English is the first
         head = [self.special.start_of_transcript, *((*language, self.special.transcribe) if language else ())]
-        rules = self.engine._timed_rules if setting.with_timestamps else self.engine._plain_rules
+        rules = self.rules.timed if setting.with_timestamps else self.rules.plain
         if not setting.with_timestamps:
             head.append(self.special.no_timestamps)
         decoded = decode(self.model, cache, Request(tuple(head), 0, (), (), max_sampled_tokens(len(samples))), rules)
-        text = "" if is_silent(decoded) else self.engine._tokenizer.decode(decoded.tokens)
+        text = "" if is_silent(decoded) else self.tokenizer.decode(decoded.tokens)
         return Answer(text, (), time.process_time() - began_s), decoded.has_ended
 
 

@@ -49,6 +49,24 @@ class Rules:
         return Rules(special, suppressed, (space, special.end_of_text), with_timestamps)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RuleBook:
+    """Both sets of rules of one vocabulary: text alone, and text between timestamps."""
+
+    special: SpecialTokens
+    plain: Rules
+    timed: Rules
+
+    @staticmethod
+    def of(special: SpecialTokens, n_vocab: int, *, non_speech: Sequence[int], space: int) -> "RuleBook":
+        """See ``Rules.of``."""
+        plain, timed = (
+            Rules.of(special, n_vocab, non_speech=non_speech, space=space, with_timestamps=timed)
+            for timed in (False, True)
+        )
+        return RuleBook(special, plain, timed)
+
+
 def mask_logits(logits: Tensor, written: Sequence[int], rules: Rules) -> Tensor:
     """``logits`` [V] with minus infinity where a token may not follow ``written``, the tokens behind the task."""
     masked = logits + rules.suppressed
@@ -96,6 +114,10 @@ class Request:
         """The same without the text before it, which may be what misleads the model."""
         return replace(self, head=self.head[self.start_index :], start_index=0)
 
+    def room(self, n_text_positions: int) -> int:
+        """How many tokens may be written: ``max_tokens``, or fewer where the decoder's positions end before."""
+        return min(self.max_tokens, n_text_positions - len(self.head) - len(self.prefix))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoded:
@@ -126,7 +148,7 @@ def decode(model: Whisper, cache: DecoderCache, request: Request, rules: Rules, 
     """
     special, end = rules.special, rules.special.end_of_text
     generator = torch.Generator(device=rules.suppressed.device).manual_seed(round(1000 * temperature))
-    max_tokens = min(request.max_tokens, model.config.n_text_positions - len(request.head) - len(request.prefix))
+    max_tokens = request.room(model.config.n_text_positions)
     start = (*request.head, *request.prefix)
     draft = list(request.draft[: max_tokens - 1]) if temperature == 0 else []
     tokens: list[int] = []
@@ -141,7 +163,8 @@ def decode(model: Whisper, cache: DecoderCache, request: Request, rules: Rules, 
     first_row = len(start) - 1  # of this pass, the row that predicts the next token
     n_verified, has_ended = 0, False
     while True:
-        picks = _pick(model.logits(hidden), [*request.prefix, *tokens], draft, rules, temperature, generator)
+        logits = model.logits(hidden).to(rules.suppressed.device)
+        picks = _pick(logits, [*request.prefix, *tokens], draft, rules, temperature, generator)
         n_taken = 0
         for token, logprob in picks:
             n_taken += 1
@@ -181,7 +204,7 @@ def _advance(model: Whisper, cache: DecoderCache, tokens: Sequence[int]) -> Tens
 
 def _scores(cache: DecoderCache, rows: slice) -> Tensor:
     """[n_alignment_heads, n_rows, S] of the last pass."""
-    return torch.stack([scores[0, rows] for scores in cache.alignment_scores]).float()
+    return torch.stack([scores[0, rows] for scores in cache.alignment_scores]).float().cpu()
 
 
 def _pick(
@@ -269,20 +292,32 @@ def _repeats(decoded: Decoded, text: str) -> bool:
     return not decoded.has_ended or compression_ratio(text) > MAX_COMPRESSION_RATIO
 
 
-def with_fallback(decode_at: Callable[[float], Decoded], text_of: Callable[[Sequence[int]], str]) -> Decoded:
-    """The first acceptable decoding over rising temperatures; if none is, the likeliest of those that don't repeat.
+def with_fallback(
+    first: Sequence[Decoded],
+    again: Callable[[Sequence[int], float], Sequence[Decoded]],
+    text_of: Callable[[Sequence[int]], str],
+) -> list[Decoded]:
+    """For each window its first acceptable decoding over rising temperatures, or the likeliest that does not repeat.
 
+    ``first`` are those at temperature 0; ``again`` decodes the windows of the given indices at another temperature.
     openai-whisper keeps the last one, drawn at temperature 1. Of a short word that the model doubts at any temperature
     that makes a sentence about something else: tiny.en heard "nine" as a dozen words.
     """
-    tried = []
+    kept = list(first)
+    tried: list[list[Decoded]] = [[] for _ in first]
+    doubtful = list(range(len(first)))
     for temperature in TEMPERATURES:
-        decoded = decode_at(temperature)
-        text = text_of(decoded.tokens)
-        if is_acceptable(decoded, text):
-            return decoded
-        tried.append((not _repeats(decoded, text), decoded.mean_logprob, decoded))
-    return max(tried, key=lambda attempt: attempt[:2])[2]
+        if temperature > 0:
+            for index, decoded in zip(doubtful, again(doubtful, temperature), strict=True):
+                kept[index] = decoded
+        for index in doubtful:
+            tried[index].append(kept[index])
+        doubtful = [index for index in doubtful if not is_acceptable(kept[index], text_of(kept[index].tokens))]
+        if not doubtful:
+            break
+    for index in doubtful:
+        kept[index] = max(tried[index], key=lambda one: (not _repeats(one, text_of(one.tokens)), one.mean_logprob))
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

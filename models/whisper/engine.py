@@ -1,15 +1,15 @@
-"""Whisper as a ``SpeechEngine`` on the CPU: chunks to hypotheses, and whole recordings to segments.
+"""Whisper as a ``SpeechEngine``: chunks to hypotheses, and whole recordings to segments.
 
-Knows how a window becomes features, a prompt, a prefix and a draft, and how tokens become words on the session's axis.
-Does not know when to decode or which words are settled, and leaves logits, times and number formats to the modules
-beside it. Not thread-safe: one thread owns an engine.
+Knows how a window gets a prompt, a prefix and a draft, and how tokens become words on the session's axis. Does not know
+when to decode or which words are settled, nor what computes: backends do (``backend.py``). Not thread-safe: one thread
+owns an engine.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from streaming.capability import Capability
@@ -17,12 +17,10 @@ from streaming.engine import Chunk, DecodeOptions, EngineStream, ModelCard, Stre
 from streaming.transcript import Hypothesis, Quality, Word
 from vad.audio import SpeechSpan, samples_from_ms
 
-from ..mel import HOP_SAMPLES, WINDOW_FRAMES, log_mel
-from ..store import ModelFiles, read_config
+from ..store import ModelFiles
 from ..tokenizer import WhisperTokenizer, group_words
-from ..weights import read_weights
-from .config import SpecialTokens, WhisperConfig
-from .cpu import pack
+from .backend import Audio, BackendError, Backends, Writing
+from .config import WhisperConfig
 from .decode import (
     MAX_PROMPT_TOKENS,
     MAX_SAMPLED_TOKENS,
@@ -31,26 +29,14 @@ from .decode import (
     Rules,
     TimedTokens,
     compression_ratio,
-    decode,
     is_silent,
-    language_probabilities,
     max_sampled_tokens,
     split_at_timestamps,
     with_fallback,
 )
-from .reference import DecoderCache, Whisper
 from .timing import token_spans
-
-FRAMES_PER_POSITION = 2
-POSITION_SAMPLES = HOP_SAMPLES * FRAMES_PER_POSITION  # 20 ms
-WINDOW_SAMPLES = WINDOW_FRAMES * HOP_SAMPLES
-
-# What follows the speech in a short window (figures: benchmarks/results/whisper_padding.md).
-PADDING_SAMPLES = samples_from_ms(500)  # real silence, so that the last word ends before the encoder does
-TAIL_STRIDE = 4  # of the remembered silence behind it; at 8 one clip in 300 looped
-LOUDEST_FEATURE = (1.5 + 4) / 4  # every window is brought to this level, so that one remembered silence fits all
-QUIETEST_FEATURE = LOUDEST_FEATURE - 8 / 4  # features span eight decades of power, divided by four
-_DIGITAL_SILENCE = (-10 + 4) / 4  # the feature of no power at all
+from .vocabulary import rule_book
+from .window import POSITION_SAMPLES, WINDOW_SAMPLES
 
 MIN_WINDOW_SAMPLES = samples_from_ms(100)  # less holds no word
 LANGUAGE_MIN_SAMPLES = samples_from_ms(1_000)  # less is a guess that is made again
@@ -71,6 +57,32 @@ class WhisperStream:
     last_tokens: list[int] = field(default_factory=list)  # prefix included
     last_starts: list[int] = field(default_factory=list)  # start_sample of each
 
+    def take_guess(self, language: str, probability: float, n_samples: int) -> str:
+        """The language that a window of ``n_samples`` is taken to be in, given the one detected in it."""
+        if n_samples >= LANGUAGE_MIN_SAMPLES or self.language is None:
+            self.language = language if n_samples >= LANGUAGE_MIN_SAMPLES else None
+            self.is_language_sure = n_samples >= LANGUAGE_SURE_SAMPLES and probability >= LANGUAGE_SURE_PROBABILITY
+        return self.language or language
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """Audio to be written down for a stream. ``request_in`` a language; ``with_care``: doubtful text is tried again."""
+
+    samples: NDArray[np.float32]  # [n_samples]
+    stream: WhisperStream
+    request_in: Callable[[str], Request]
+    with_care: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heard:
+    """What a window says."""
+
+    language: str
+    request: Request
+    decoded: Decoded
+
 
 @dataclass(frozen=True, slots=True)
 class TranscribedSegment:
@@ -85,46 +97,34 @@ class TranscribedSegment:
 class WhisperEngine:
     """Shared weights of one Whisper checkpoint. Fulfils ``streaming.engine.SpeechEngine``."""
 
-    def __init__(self, model: Whisper, tokenizer: WhisperTokenizer, *, name: str) -> None:
-        """``model`` is loaded and, if wanted, packed for the CPU."""
-        special = _special_tokens(tokenizer)
-        n_vocab = model.config.n_vocab
-        space = tokenizer.encode(" ")[0]
-        self._model = model.eval()
+    def __init__(self, backends: Backends, config: WhisperConfig, tokenizer: WhisperTokenizer, *, name: str) -> None:
+        """``backends`` compute the checkpoint that ``config`` and ``tokenizer`` describe."""
+        self._backends = backends
+        self._config = config
         self._tokenizer = tokenizer
-        self._special = special
-        self._plain_rules, self._timed_rules = (
-            Rules.of(special, n_vocab, non_speech=tokenizer.non_speech_ids, space=space, with_timestamps=timed)
-            for timed in (False, True)
-        )
-        self._n_mels = model.config.n_mels
-        with torch.inference_mode():
-            silence = torch.full(
-                (1, self._n_mels, FRAMES_PER_POSITION * model.config.n_audio_positions), QUIETEST_FEATURE
-            )
-            self._tail = model.silent_tail(silence, stride=TAIL_STRIDE)
+        self._rules = rule_book(tokenizer, config.n_vocab)
+        self._special = self._rules.special
         self._card = ModelCard(
             name=name,
             languages=tokenizer.languages,
             max_window_samples=WINDOW_SAMPLES,
             capabilities=_MULTILINGUAL_CAPABILITIES if tokenizer.is_multilingual else _CAPABILITIES,
+            max_batch=backends.current.max_windows,
         )
 
     @classmethod
     def load(cls, files: ModelFiles, *, name: str, n_threads: int | None = None) -> "WhisperEngine":
-        """Read weights and tokenizer. ``n_threads`` sets torch's threads for the whole process.
+        """Read weights and tokenizer, and open the fastest backend of this machine that works.
+
+        ``n_threads`` sets torch's CPU threads for the whole process.
 
         Raises:
             ModelFilesError: if the files are not those of a Whisper.
         """
-        if n_threads is not None:
-            torch.set_num_threads(n_threads)
-        tensors = read_weights(files.weights, files.weights_kind)
-        config = WhisperConfig.of({key: tuple(tensor.shape) for key, tensor in tensors.items()}, read_config(files))
-        model = Whisper(config)
-        model.load(tensors)
-        pack(model)
-        return cls(model, WhisperTokenizer.load(files.tokenizer), name=name)
+        from .loading import load  # the backends, of which some need a device
+
+        backends, config, tokenizer = load(files, name=name, n_threads=n_threads)
+        return cls(backends, config, tokenizer, name=name)
 
     @property
     def card(self) -> ModelCard:
@@ -133,13 +133,13 @@ class WhisperEngine:
 
     @property
     def backend(self) -> str:
-        """What computes."""
-        return "torch-cpu"
+        """What computes now."""
+        return self._backends.name
 
     @property
     def why(self) -> str:
         """Why that backend."""
-        return "the weights were loaded for the CPU, int8 and bfloat16"
+        return self._backends.why
 
     def open(self, options: DecodeOptions) -> WhisperStream:
         """Begin a stream.
@@ -168,8 +168,16 @@ class WhisperEngine:
         Raises:
             ValueError: for a chunk longer than the card allows.
         """
-        with torch.inference_mode():
-            return [self._decode_chunk(_own(stream), chunk) for stream, chunk in batch]
+        for _, chunk in batch:
+            if len(chunk.samples) > WINDOW_SAMPLES:
+                raise ValueError(
+                    f"{self._card.name} takes chunks up to {WINDOW_SAMPLES} samples, not {len(chunk.samples)}"
+                )
+        hypotheses: list[Hypothesis] = []
+        while len(hypotheses) < len(batch):
+            together = batch[len(hypotheses) :][: self._backends.current.max_windows]
+            hypotheses += self._decode_together([(_own(stream), chunk) for stream, chunk in together])
+        return hypotheses
 
     def transcribe(self, samples: NDArray[np.float32], options: DecodeOptions) -> Iterator[TranscribedSegment]:
         """Segments of a recording [n_samples] of any length, each yielded as soon as its 30 s window is decoded.
@@ -183,48 +191,61 @@ class WhisperEngine:
         stream = self.open(options)
         position = 0
         while len(samples) - position >= MIN_WINDOW_SAMPLES:
-            with torch.inference_mode():
-                segments, advance_samples = self._transcribe_window(
-                    stream, samples[position:][:WINDOW_SAMPLES], position
-                )
+            window = samples[position:][:WINDOW_SAMPLES]
+            segments, advance_samples = self._transcribe_window(stream, window, position)
             yield from segments
             position += advance_samples
 
-    # ------------------------------------------------------------------ one window
+    # ------------------------------------------------------------------ windows
 
-    def _listen(self, samples: NDArray[np.float32]) -> DecoderCache | None:
-        """The audio as the decoder sees it, ``None`` for digital silence."""
-        n_positions = min(
-            -(-(len(samples) + PADDING_SAMPLES) // POSITION_SAMPLES), self._model.config.n_audio_positions
-        )
-        features = log_mel(samples, self._n_mels, FRAMES_PER_POSITION * n_positions)
-        loudest = features.max()
-        if loudest <= _DIGITAL_SILENCE:
-            return None
-        audio = self._model.encoder((features + (LOUDEST_FEATURE - loudest))[None], self._tail)
-        return self._model.decoder.open_cache(audio, self._tail)
+    def _hear(self, windows: Sequence[Window], rules: Rules) -> list[Heard | None]:
+        """What each window says, ``None`` for digital silence. Should the backend fail, the next one begins anew."""
+        while True:
+            try:
+                return self._hear_on_backend(windows, rules)
+            except BackendError as error:
+                self._backends.replace(error)
 
-    def _write(self, cache: DecoderCache, request: Request, rules: Rules, *, with_care: bool) -> Decoded:
-        """Decode once, or with care: again at higher temperatures, without the prompt, until it is acceptable."""
+    def _hear_on_backend(self, windows: Sequence[Window], rules: Rules) -> list[Heard | None]:
+        backend = self._backends.current
+        audios = backend.listen([window.samples for window in windows])
+        audible = [(window, audio) for window, audio in zip(windows, audios, strict=True) if audio is not None]
+        try:
+            heard = iter(self._write(audible, self._identify(audible), rules))
+        finally:
+            backend.forget([audio for _, audio in audible])
+        return [None if audio is None else next(heard) for audio in audios]
 
-        def decode_at(temperature: float) -> Decoded:
-            asked = request if temperature == 0 else request.without_prompt()
-            return decode(self._model, cache, asked, rules, temperature=temperature)
+    def _write(self, audible: Sequence[tuple[Window, Audio]], languages: Sequence[str], rules: Rules) -> list[Heard]:
+        """Write every window once; again those with care, at higher temperatures, until they are acceptable."""
+        backend = self._backends.current
+        requests = [window.request_in(language) for (window, _), language in zip(audible, languages, strict=True)]
+        writings = [Writing(audio, request, rules) for (_, audio), request in zip(audible, requests, strict=True)]
+        decoded = backend.write(writings)
+        careful = [index for index, (window, _) in enumerate(audible) if window.with_care]
 
-        return with_fallback(decode_at, self._tokenizer.decode) if with_care else decode_at(0.0)
+        def again(chosen: Sequence[int], temperature: float) -> list[Decoded]:
+            """Without the prompt, which may be what misled the model."""
+            asked = [writings[careful[index]] for index in chosen]
+            return backend.write(
+                [replace(one, request=one.request.without_prompt(), temperature=temperature) for one in asked]
+            )
 
-    def _identify(self, stream: WhisperStream, cache: DecoderCache, n_samples: int) -> str:
-        """The stream's language, detected in this window unless it is sure."""
-        if stream.is_language_sure and stream.language is not None:
-            return stream.language
-        probabilities = language_probabilities(self._model, cache, self._special)
-        best = int(probabilities.argmax())
-        language = self._card.languages[best]
-        if n_samples >= LANGUAGE_MIN_SAMPLES or stream.language is None:
-            stream.language = language if n_samples >= LANGUAGE_MIN_SAMPLES else None
-            is_long = n_samples >= LANGUAGE_SURE_SAMPLES
-            stream.is_language_sure = is_long and float(probabilities[best]) >= LANGUAGE_SURE_PROBABILITY
-        return stream.language or language
+        better = with_fallback([decoded[index] for index in careful], again, self._tokenizer.decode)
+        for index, one in zip(careful, better, strict=True):
+            decoded[index] = one
+        return [Heard(*parts) for parts in zip(languages, requests, decoded, strict=True)]
+
+    def _identify(self, audible: Sequence[tuple[Window, Audio]]) -> list[str]:
+        """Each window's language: its stream's if that is sure, else detected."""
+        unsure = [index for index, (window, _) in enumerate(audible) if not window.stream.is_language_sure]
+        guesses = self._backends.current.guess_languages([audible[index][1] for index in unsure]) if unsure else []
+        languages = [window.stream.language or "" for window, _ in audible]
+        for index, guess in zip(unsure, guesses, strict=True):
+            window, _ = audible[index]
+            language = self._card.languages[guess.index]
+            languages[index] = window.stream.take_guess(language, guess.probability, len(window.samples))
+        return languages
 
     def _task(self, stream: WhisperStream, language: str) -> list[int]:
         special = self._special
@@ -235,31 +256,36 @@ class WhisperEngine:
 
     # ------------------------------------------------------------------ chunks
 
-    def _decode_chunk(self, stream: WhisperStream, chunk: Chunk) -> Hypothesis:
-        n_samples = len(chunk.samples)
-        if n_samples > WINDOW_SAMPLES:
-            raise ValueError(f"{self._card.name} takes chunks up to {WINDOW_SAMPLES} samples, not {n_samples}")
-        cache = self._listen(chunk.samples) if n_samples >= MIN_WINDOW_SAMPLES else None
-        if cache is None:
+    def _decode_together(self, batch: Sequence[tuple[WhisperStream, Chunk]]) -> list[Hypothesis]:
+        """As many chunks as the backend takes at a time."""
+        windows = [
+            Window(chunk.samples, stream, partial(self._request, stream, chunk), with_care=chunk.is_final)
+            for stream, chunk in batch
+            if len(chunk.samples) >= MIN_WINDOW_SAMPLES
+        ]
+        heard = iter(self._hear(windows, self._rules.plain) if windows else [])
+        return [
+            self._hypothesis(stream, chunk, next(heard) if len(chunk.samples) >= MIN_WINDOW_SAMPLES else None)
+            for stream, chunk in batch
+        ]
+
+    def _hypothesis(self, stream: WhisperStream, chunk: Chunk, heard: Heard | None) -> Hypothesis:
+        if heard is None:
             return Hypothesis((), stream.language, None)
-        language = self._identify(stream, cache, n_samples)
-        request = self._request(stream, chunk, language)
-        decoded = self._write(cache, request, self._plain_rules, with_care=chunk.is_final)
+        decoded, language, prefix = heard.decoded, heard.language, heard.request.prefix
         quality = _quality(decoded, self._tokenizer.decode(decoded.tokens))
         if is_silent(decoded):
             return Hypothesis((), language, quality)
-        n_prefix = len(request.prefix)
-        times = self._times(decoded, n_prefix, n_samples) + chunk.span.start_sample
-        stream.last_tokens = [*request.prefix, *decoded.tokens]
+        times = self._times(decoded, len(prefix), len(chunk.samples)) + chunk.span.start_sample
+        stream.last_tokens = [*prefix, *decoded.tokens]
         stream.last_starts = times[0].tolist()
-        return Hypothesis(
-            self._words(decoded.tokens, decoded.logprobs, times[:, n_prefix:], language), language, quality
-        )
+        words = self._words(decoded.tokens, decoded.logprobs, times[:, len(prefix) :], language)
+        return Hypothesis(words, language, quality)
 
     def _request(self, stream: WhisperStream, chunk: Chunk, language: str) -> Request:
         prefix = self._tokenizer.encode("".join(word.text for word in chunk.prefix))
         task = [*self._task(stream, language), self._special.no_timestamps]
-        room = self._model.config.n_text_positions - MAX_SAMPLED_TOKENS - len(task) - len(prefix) - 1
+        room = self._config.n_text_positions - MAX_SAMPLED_TOKENS - len(task) - len(prefix) - 1
         prompt = self._prompt(stream, chunk.prompt, min(room, MAX_PROMPT_TOKENS))
         head = [self._special.start_of_previous, *prompt, *task] if prompt else task
         return Request(
@@ -295,22 +321,22 @@ class WhisperEngine:
         self, stream: WhisperStream, samples: NDArray[np.float32], position: int
     ) -> tuple[list[TranscribedSegment], int]:
         """The segments of the window that begins at ``position``, and by how many samples to go on."""
-        cache = self._listen(samples)
-        if cache is None:
+        window = Window(samples, stream, partial(self._recording_request, stream, len(samples)), with_care=True)
+        (heard,) = self._hear([window], self._rules.timed)
+        if heard is None or is_silent(heard.decoded):
             return [], len(samples)
-        language = self._identify(stream, cache, len(samples))
-        task = self._task(stream, language)
-        prompt = self._prompt(stream, "", MAX_PROMPT_TOKENS)
-        head = [self._special.start_of_previous, *prompt, *task] if prompt else task
-        request = Request(tuple(head), len(head) - len(task), (), (), max_sampled_tokens(len(samples)))
-        decoded = self._write(cache, request, self._timed_rules, with_care=True)
-        if is_silent(decoded):
-            return [], len(samples)
+        decoded, language = heard.decoded, heard.language
         parts, n_positions = split_at_timestamps(decoded.tokens, self._special.timestamp_begin)
         advance_samples = len(samples) if n_positions is None else n_positions * POSITION_SAMPLES
         times = self._times(decoded, 0, len(samples)) + position
         segments = [self._segment(decoded, part, times, language, position, len(samples)) for part in parts]
         return [segment for segment in segments if segment.words], max(advance_samples, MIN_WINDOW_SAMPLES)
+
+    def _recording_request(self, stream: WhisperStream, n_samples: int, language: str) -> Request:
+        task = self._task(stream, language)
+        prompt = self._prompt(stream, "", MAX_PROMPT_TOKENS)
+        head = [self._special.start_of_previous, *prompt, *task] if prompt else task
+        return Request(tuple(head), len(head) - len(task), (), (), max_sampled_tokens(n_samples))
 
     def _segment(
         self,
@@ -337,7 +363,7 @@ class WhisperEngine:
         n_frames = max(n_samples // POSITION_SAMPLES, 1)
         n_tokens = n_prefix + len(decoded.tokens)
         spans = token_spans(decoded.alignment_scores.numpy(), decoded.n_head_rows, n_frames, n_tokens)
-        lags_samples = [[samples_from_ms(lag_ms)] for lag_ms in self._model.config.attention_lags_ms]
+        lags_samples = [[samples_from_ms(lag_ms)] for lag_ms in self._config.attention_lags_ms]
         times: NDArray[np.int64] = np.clip(np.stack(spans) * POSITION_SAMPLES - lags_samples, 0, n_samples)
         return times
 
@@ -377,21 +403,6 @@ def _own(stream: EngineStream) -> WhisperStream:
     if not isinstance(stream, WhisperStream):
         raise TypeError(f"a stream of another engine: {type(stream).__name__}")
     return stream
-
-
-def _special_tokens(tokenizer: WhisperTokenizer) -> SpecialTokens:
-    return SpecialTokens(
-        end_of_text=tokenizer.eot,
-        start_of_transcript=tokenizer.sot,
-        languages=tuple(tokenizer.language_ids.values()),
-        translate=tokenizer.translate,
-        transcribe=tokenizer.transcribe,
-        start_of_lm=tokenizer.startoflm,
-        start_of_previous=tokenizer.startofprev,
-        no_speech=tokenizer.nospeech,
-        no_timestamps=tokenizer.notimestamps,
-        timestamp_begin=tokenizer.timestamp_begin,
-    )
 
 
 def _draft(stream: WhisperStream, chunk: Chunk, prefix: Sequence[int]) -> list[int]:

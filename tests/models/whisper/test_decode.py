@@ -1,7 +1,7 @@
 """Each logit rule by itself, greedy decoding with any draft, sampling that repeats, and quality control."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -178,6 +178,12 @@ def test_repeats_cut_texts_and_guesses_are_tried_again_but_silence_is_not(decode
     assert module.is_acceptable(decoded, text) is accepted
 
 
+def fall_back(decode_at: Callable[[float], Decoded], text: str) -> Decoded:
+    """``with_fallback`` for one window."""
+    (decoded,) = module.with_fallback([decode_at(0.0)], lambda indices, t: [decode_at(t)], lambda tokens: text)
+    return decoded
+
+
 def test_temperatures_rise_until_a_decoding_is_acceptable() -> None:
     tried = []
 
@@ -185,13 +191,13 @@ def test_temperatures_rise_until_a_decoding_is_acceptable() -> None:
         tried.append(temperature)
         return outcome(mean_logprob=-2.0 + temperature * 3, temperature=temperature)
 
-    assert module.with_fallback(decode_at, lambda tokens: "text").temperature == 0.4
+    assert fall_back(decode_at, "text").temperature == 0.4
     assert tried == [0.0, 0.2, 0.4]
 
 
 def test_of_decodings_that_are_never_acceptable_the_likeliest_is_kept() -> None:
     logprobs = dict(zip(module.TEMPERATURES, (-1.9, -1.2, -1.4, -3.0, -5.0, -6.8), strict=True))
-    decoded = module.with_fallback(lambda t: outcome(mean_logprob=logprobs[t], temperature=t), lambda tokens: "text")
+    decoded = fall_back(lambda t: outcome(mean_logprob=logprobs[t], temperature=t), "text")
     assert decoded.temperature == 0.2
 
 
@@ -199,8 +205,21 @@ def test_a_repetition_is_kept_only_if_every_temperature_repeats() -> None:
     def decode_at(temperature: float) -> Decoded:
         return outcome(mean_logprob=-1.5 - temperature, temperature=temperature, has_ended=temperature >= 0.8)
 
-    assert module.with_fallback(decode_at, lambda tokens: "text").temperature == 0.8
-    assert module.with_fallback(decode_at, lambda tokens: "again and again " * 12).temperature == 0.0
+    assert fall_back(decode_at, "text").temperature == 0.8
+    assert fall_back(decode_at, "again and again " * 12).temperature == 0.0
+
+
+def test_windows_fall_back_together_but_each_only_as_far_as_it_must() -> None:
+    asked = []
+
+    def again(indices: Sequence[int], temperature: float) -> list[Decoded]:
+        asked.append((temperature, tuple(indices)))
+        return [outcome(mean_logprob=-1.5 + index * temperature, temperature=temperature) for index in indices]
+
+    first = [outcome(mean_logprob=logprob) for logprob in (-1.5, -0.5, -1.5, -1.5)]
+    kept = module.with_fallback(first, again, lambda tokens: "text")
+    assert [one.temperature for one in kept] == [0.0, 0.0, 0.4, 0.2]
+    assert asked == [(0.2, (0, 2, 3)), (0.4, (0, 2)), (0.6, (0,)), (0.8, (0,)), (1.0, (0,))]
 
 
 @pytest.mark.parametrize(

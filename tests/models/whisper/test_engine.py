@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,14 @@ from numpy.typing import NDArray
 
 from models.store import RECORDINGS, find_model, recording
 from models.tokenizer import WhisperTokenizer
+from models.whisper.backend import BackendError, Backends, Offer, Writing
 from models.whisper.config import WhisperConfig
-from models.whisper.engine import WINDOW_SAMPLES, WhisperEngine, WhisperStream
+from models.whisper.decode import Decoded
+from models.whisper.engine import WhisperEngine, WhisperStream
 from models.whisper.reference import Whisper
+from models.whisper.torch_backend import TorchBackend
+from models.whisper.vocabulary import rule_book
+from models.whisper.window import WINDOW_SAMPLES
 from streaming.capability import Capability
 from streaming.engine import Chunk, DecodeOptions, Task, UnsupportedOptionError
 from streaming.transcript import Hypothesis, Word, text_of
@@ -47,7 +52,7 @@ def tokenizer_json() -> dict[str, Any]:
 
 
 @cache
-def small() -> WhisperEngine:
+def small_model() -> tuple[Whisper, WhisperTokenizer]:
     """A random model over a small vocabulary; it writes nonsense, by all the rules, in letters."""
     torch.manual_seed(1)
     tokenizer = WhisperTokenizer(tokenizer_json())
@@ -59,7 +64,20 @@ def small() -> WhisperEngine:
         for token in range(tokenizer.eot):
             if not tokenizer.decode([token]).strip().isalpha():
                 model.decoder.embed_tokens.weight[token] *= 0.01
-    return WhisperEngine(model, tokenizer, name="small")
+    return model, tokenizer
+
+
+def engine_on(*backends: type[TorchBackend]) -> WhisperEngine:
+    """An engine with the small model on these backends."""
+    model, tokenizer = small_model()
+    rules = rule_book(tokenizer, model.config.n_vocab)
+    offers = [Offer(kind.__name__, partial(kind, model, rules)) for kind in backends]
+    return WhisperEngine(Backends(offers, model="small"), model.config, tokenizer, name="small")
+
+
+@cache
+def small() -> WhisperEngine:
+    return engine_on(TorchBackend)
 
 
 def noise(n_samples: int) -> NDArray[np.float32]:
@@ -137,6 +155,30 @@ def test_a_batch_gives_what_its_chunks_give_one_by_one() -> None:
     together = small().decode([(small().open(ENGLISH), one) for one in chunks])
     assert together == [decode(small().open(ENGLISH), one) for one in chunks]
     assert all(hypothesis.words for hypothesis in together)
+
+
+class Breaking(TorchBackend):
+    """Breaks at its second text."""
+
+    n_written = 0
+
+    def write(self, writings: Sequence[Writing]) -> list[Decoded]:
+        self.n_written += len(writings)
+        if self.n_written > 1:
+            raise BackendError("a fault in the middle of it")
+        return super().write(writings)
+
+
+def test_a_fault_in_the_middle_of_a_decode_changes_no_hypothesis_and_is_told() -> None:
+    engine = engine_on(Breaking, TorchBackend)
+    streams = [(engine.open(DecodeOptions()), small().open(DecodeOptions())) for _ in range(3)]
+    assert engine.backend == "Breaking"
+    for n_samples in (8_000, 56_000):
+        batch = [chunk(noise(n_samples + i), is_final=True) for i in range(3)]
+        heard = engine.decode([(broken, one) for (broken, _), one in zip(streams, batch, strict=True)])
+        assert heard == small().decode([(whole, one) for (_, whole), one in zip(streams, batch, strict=True)])
+    assert engine.backend == "TorchBackend"
+    assert "a fault in the middle of it" in engine.why
 
 
 def test_digital_silence_and_snippets_hold_no_words() -> None:
