@@ -1,0 +1,110 @@
+"""What a slot is asked to do, and its words in the mailbox.
+
+Knows the layout of ``isa.Request`` and the limits that a program sets. Does not know how the words reach the device
+(``mailbox.py``) nor what it does with them (``select.py``).
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import isa
+from .errors import RequestError
+from .graph import Sizes
+
+_LARGEST_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Tokens to begin with, and how to go on.
+
+    ``head`` is fed and is not text; ``prefix`` is fed and counts as written; ``draft`` is tried, and never changes the
+    outcome. The step sees ``n_positions`` of the cross cache, of which all behind the first ``n_plain`` weigh
+    exp(``tail_bias``).
+    """
+
+    head: tuple[int, ...]
+    max_tokens: int  # written behind the prefix, the end token not counted
+    n_positions: int  # of the cross cache, at least 1
+    prefix: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
+    rules: int = 0  # index of the bitmaps of suppressed tokens
+    markers: bool = False  # tokens obey the rules of markers
+    max_first_mark: int = 0  # highest index of a marker that may come first
+    watch_row: int | None = None  # position whose unmasked probability of watch_token is reported
+    watch_token: int = 0
+    n_plain: int | None = None  # None: all
+    tail_bias: float = 0.0  # of the scores
+    inverse_temperature: float = 0.0  # 0: the best token is taken, else 1 / T
+    seed: int = 0
+
+
+def encode_request(request: Request, *, ticket: int, sizes: Sizes, n_rules: int) -> NDArray[np.uint32]:
+    """The words of ``request``: [REQUEST_WORDS], zeros behind its tokens. ``n_rules`` is the number of bitmap pairs.
+
+    Raises:
+        RequestError: if it asks for more than the program has room for, or for tokens or rules that there are not.
+    """
+    _check(request, sizes, n_rules)
+    tokens = (*request.head, *request.prefix, *request.draft)
+    words = np.zeros(isa.REQUEST_WORDS, np.uint32)
+    n_plain = request.n_positions if request.n_plain is None else request.n_plain
+    head = {
+        isa.Request.N_HEAD: len(request.head),
+        isa.Request.N_PREFIX: len(request.prefix),
+        isa.Request.N_DRAFT: len(request.draft),
+        isa.Request.MAX_TOKENS: request.max_tokens,
+        isa.Request.RULES: request.rules,
+        isa.Request.FLAGS: isa.RequestFlag.MARKERS if request.markers else 0,
+        isa.Request.WATCH_ROW: isa.NO_WATCH if request.watch_row is None else request.watch_row,
+        isa.Request.WATCH_TOKEN: request.watch_token,
+        isa.Request.N_POSITIONS: request.n_positions,
+        isa.Request.N_PLAIN: n_plain,
+        isa.Request.TAIL_BIAS: _float_word(request.tail_bias),
+        isa.Request.INVERSE_TEMPERATURE: _float_word(request.inverse_temperature),
+        isa.Request.SEED: request.seed,
+        isa.Request.TICKET: ticket,
+        isa.Request.MAX_FIRST_MARK: request.max_first_mark,
+    }
+    for index, value in head.items():
+        words[index] = value
+    words[isa.REQUEST_HEAD_WORDS : isa.REQUEST_HEAD_WORDS + len(tokens)] = tokens
+    return words
+
+
+def _check(request: Request, sizes: Sizes, n_rules: int) -> None:
+    n_forced = len(request.head) + len(request.prefix)
+    n_tokens = n_forced + len(request.draft)
+    n_marks = max(sizes.n_tokens - sizes.mark_begin, 1)
+    _in_range("head and prefix", n_forced, 1, sizes.n_positions)
+    _in_range("head, prefix and draft", n_tokens, 1, isa.REQUEST_TOKENS)
+    _in_range("max_tokens", request.max_tokens, 1, sizes.n_positions - n_forced + 1)  # the last one is not fed
+    _in_range("n_positions", request.n_positions, 1, sizes.n_cross_positions)
+    _in_range("n_plain", request.n_positions if request.n_plain is None else request.n_plain, 0, request.n_positions)
+    _in_range("rules", request.rules, 0, n_rules - 1)
+    _in_range("max_first_mark", request.max_first_mark, 0, n_marks - 1)
+    _in_range("watch_row", request.watch_row or 0, 0, n_forced - 1)
+    _in_range("watch_token", request.watch_token, 0, sizes.n_tokens - 1)
+    _in_range("seed", request.seed, 0, _LARGEST_WORD)
+    for token in (*request.head, *request.prefix, *request.draft):
+        _in_range("a token", token, 0, sizes.n_tokens - 1)
+    if not (math.isfinite(request.tail_bias) and math.isfinite(request.inverse_temperature)):
+        raise RequestError(
+            f"tail_bias {request.tail_bias} or inverse_temperature {request.inverse_temperature}: finite"
+        )
+    if request.inverse_temperature < 0:
+        raise RequestError(f"inverse_temperature is {request.inverse_temperature}: at least 0")
+    if request.markers and sizes.mark_begin >= sizes.n_tokens:
+        raise RequestError("the vocabulary has no markers, so no request can ask for them")
+
+
+def _in_range(what: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise RequestError(f"{what}: {value}, accepted are {low} to {high}")
+
+
+def _float_word(value: float) -> int:
+    return int(np.float32(value).view(np.uint32))
