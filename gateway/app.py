@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.websockets import WebSocket
 
 from gateway.config import Config, ConfigError
-from gateway.doors import native
+from gateway.doors import native, openai_realtime
 from gateway.doors.door import DoorKind
 from gateway.messages import MAX_FRAME_BYTES, EngineItem
 from gateway.server import Server
@@ -28,7 +28,10 @@ from streaming.engine import SpeechEngine
 from vad.detector import SpeechDetector
 from vad.silero import SileroDetector
 
-WEBSOCKET_DOORS: Mapping[str, DoorKind] = {"/v1/stream": native}
+WEBSOCKET_DOORS: Mapping[str, DoorKind] = {
+    "/v1/stream": native,
+    "/v1/realtime": openai_realtime,
+}
 PING_INTERVAL_S = 20.0
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo_web"
 
