@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from . import isa
 from .errors import RequestError
 from .graph import Sizes
+from .numbers import float_word, word_float
 
 _LARGEST_WORD = 0xFFFFFFFF
 
@@ -63,8 +64,8 @@ def encode_request(request: Request, *, ticket: int, sizes: Sizes, n_rules: int)
         isa.Request.WATCH_TOKEN: request.watch_token,
         isa.Request.N_POSITIONS: request.n_positions,
         isa.Request.N_PLAIN: n_plain,
-        isa.Request.TAIL_BIAS: _float_word(request.tail_bias),
-        isa.Request.INVERSE_TEMPERATURE: _float_word(request.inverse_temperature),
+        isa.Request.TAIL_BIAS: float_word(request.tail_bias),
+        isa.Request.INVERSE_TEMPERATURE: float_word(request.inverse_temperature),
         isa.Request.SEED: request.seed,
         isa.Request.TICKET: ticket,
         isa.Request.MAX_FIRST_MARK: request.max_first_mark,
@@ -73,6 +74,31 @@ def encode_request(request: Request, *, ticket: int, sizes: Sizes, n_rules: int)
         words[index] = value
     words[isa.REQUEST_HEAD_WORDS : isa.REQUEST_HEAD_WORDS + len(tokens)] = tokens
     return words
+
+
+def decode_request(words: NDArray[np.uint32]) -> tuple[Request, int]:
+    """The request whose words [REQUEST_WORDS] these are, and its ticket."""
+    head = {word: int(words[word]) for word in isa.Request}
+    n_head, n_prefix, n_draft = (head[word] for word in (isa.Request.N_HEAD, isa.Request.N_PREFIX, isa.Request.N_DRAFT))
+    tokens = tuple(int(token) for token in words[isa.REQUEST_HEAD_WORDS :][: n_head + n_prefix + n_draft])
+    watch_row = head[isa.Request.WATCH_ROW]
+    request = Request(
+        head=tokens[:n_head],
+        max_tokens=head[isa.Request.MAX_TOKENS],
+        n_positions=head[isa.Request.N_POSITIONS],
+        prefix=tokens[n_head : n_head + n_prefix],
+        draft=tokens[n_head + n_prefix :],
+        rules=head[isa.Request.RULES],
+        markers=bool(head[isa.Request.FLAGS] & isa.RequestFlag.MARKERS),
+        max_first_mark=head[isa.Request.MAX_FIRST_MARK],
+        watch_row=None if watch_row == isa.NO_WATCH else watch_row,
+        watch_token=head[isa.Request.WATCH_TOKEN],
+        n_plain=head[isa.Request.N_PLAIN],
+        tail_bias=word_float(head[isa.Request.TAIL_BIAS]),
+        inverse_temperature=word_float(head[isa.Request.INVERSE_TEMPERATURE]),
+        seed=head[isa.Request.SEED],
+    )
+    return request, head[isa.Request.TICKET]
 
 
 def _check(request: Request, sizes: Sizes, n_rules: int) -> None:
@@ -104,7 +130,3 @@ def _check(request: Request, sizes: Sizes, n_rules: int) -> None:
 def _in_range(what: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise RequestError(f"{what}: {value}, accepted are {low} to {high}")
-
-
-def _float_word(value: float) -> int:
-    return int(np.float32(value).view(np.uint32))
