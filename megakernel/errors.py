@@ -12,6 +12,14 @@ Exceptions:
         DriverError              a call of the driver failed: the device may be gone
         SelfTestError            the compiled kernel computes something else than the reference
         FaultError               the kernel gave up, and so did the fallback
+    InterpreterError             a program that does what no program may
+        BadWordError             a word of a record that no instruction has
+        OutOfBoundsError         an access past the end of a buffer
+        TapeError                a warp used more or fewer tiles than are laid out for it
+        UninitialisedError       a read of what nobody has written
+        RaceError                a word was, or might have been, overwritten while somebody still had to read it
+        DeadlockError            everybody waits
+        DivergenceError          SMs came to different ends of the same step
 
 Knows no stage.
 """
@@ -69,3 +77,35 @@ class SelfTestError(DeviceError):
 
 class FaultError(DeviceError):
     """Says what kind of fault it was, on which SM, in which task, at which epoch."""
+
+
+class InterpreterError(RuntimeError):
+    """Says which SM, which phase, and which word, tile or rule."""
+
+
+class BadWordError(InterpreterError):
+    """No instruction has this word."""
+
+
+class OutOfBoundsError(InterpreterError):
+    """Past the end of a buffer."""
+
+
+class TapeError(InterpreterError):
+    """More or fewer tiles than are laid out."""
+
+
+class UninitialisedError(InterpreterError):
+    """Nobody has written what was read."""
+
+
+class RaceError(InterpreterError):
+    """Nothing orders a write behind a read, or behind another write."""
+
+
+class DeadlockError(InterpreterError):
+    """Everybody waits."""
+
+
+class DivergenceError(InterpreterError):
+    """SMs that should have come to the same slots and rows did not."""
