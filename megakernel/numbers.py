@@ -151,33 +151,33 @@ def embed(token_row: NDArray[np.float32], position_row: NDArray[np.float32]) -> 
 
 
 def block_scores(q: NDArray[np.float32], keys: NDArray[np.float32]) -> NDArray[np.float32]:
-    """q [rows, D] and keys [positions, D] of one head, bfloat16 → [rows, positions], over the root of D."""
+    """q [..., rows, D] and keys [..., positions, D] of heads, bfloat16 → [..., rows, positions], over the root of D."""
     return accumulate(q, keys) * np.float32(q.shape[-1] ** -0.5)
 
 
 def attend_block(
-    scores: NDArray[np.float32],  # [rows, positions] of one head and one block
-    values: NDArray[np.float32],  # [positions, D] bfloat16
+    scores: NDArray[np.float32],  # [..., rows, positions] of one block
+    values: NDArray[np.float32],  # [..., positions, D] bfloat16
     n_visible: NDArray[np.int64],  # [rows]: how many of the positions a row sees, at least 1
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Largest score [rows], sum of exponentials [rows] and mixed values [rows, D] in bfloat16."""
-    is_visible = np.arange(scores.shape[1]) < n_visible[:, None]
+    """Largest score [..., rows], sum of exponentials [..., rows] and mixed values [..., rows, D] in bfloat16."""
+    is_visible = np.arange(scores.shape[-1]) < n_visible[:, None]
     seen = np.where(is_visible, scores, np.float32(-np.inf))
-    largest = seen.max(axis=1)
-    weights = exp(seen - largest[:, None])
-    total = add_in_order(weights.T)
-    mixed = accumulate(weights, values.T)
-    return largest, total, round_bf16(mixed / total[:, None])
+    largest = seen.max(axis=-1)
+    weights = exp(seen - largest[..., None])
+    total = add_in_order(np.moveaxis(weights, -1, 0))
+    mixed = accumulate(weights, values.swapaxes(-1, -2))
+    return largest, total, round_bf16(mixed / total[..., None])
 
 
 def combine_blocks(
-    largest: NDArray[np.float32],  # [blocks]
-    totals: NDArray[np.float32],  # [blocks]
-    mixed: NDArray[np.float32],  # [blocks, D] bfloat16
+    largest: NDArray[np.float32],  # [blocks, ...]
+    totals: NDArray[np.float32],  # [blocks, ...]
+    mixed: NDArray[np.float32],  # [blocks, ..., D] bfloat16
 ) -> NDArray[np.float32]:
-    """[D] bfloat16: attention over all blocks of one row and head, in their order. One block is itself."""
+    """[..., D] bfloat16: attention over all blocks of a row and head, in their order. One block is itself."""
     if len(mixed) == 1:
         alone: NDArray[np.float32] = mixed[0]
         return alone
-    shares = totals * exp(largest - largest.max())
-    return round_bf16(add_in_order(shares[:, None] * mixed) / add_in_order(shares))
+    shares = totals * exp(largest - largest.max(axis=0))
+    return round_bf16(add_in_order(shares[..., None] * mixed) / add_in_order(shares)[..., None])
