@@ -87,12 +87,10 @@ class Memory:
     def empty(sizes: Sizes, n_score_heads: int) -> "Memory":
         """Nothing written yet."""
         n_heads = sizes.width // sizes.head_size
-        caches = [
-            np.full((sizes.max_slots, sizes.n_layers, 2, n_heads, n, sizes.head_size), np.nan, np.float32)
-            for n in (sizes.n_positions, sizes.n_cross_positions)
-        ]
-        scores = np.full((sizes.max_slots, n_score_heads, sizes.n_positions, sizes.n_cross_positions), np.nan)
-        return Memory(*caches, scores.astype(np.float32))
+        own = (sizes.max_slots, sizes.n_layers, 2, n_heads, sizes.n_positions, sizes.head_size)
+        cross = (sizes.max_slots, sizes.n_layers, 2, n_heads, sizes.n_cross_positions, sizes.head_size)
+        scores = (sizes.max_slots, n_score_heads, sizes.n_positions, sizes.n_cross_positions)
+        return Memory(*(np.full(shape, np.nan, np.float32) for shape in (own, cross, scores)))
 
 
 # ---------------------------------------------------------------------- one step
@@ -162,7 +160,8 @@ def _attend_self(op: FusedAttention, memory: Memory, row: Row, q: NDArray[np.flo
 
 def _attend_cross(op: FusedAttention, memory: Memory, row: Row, q: NDArray[np.float32]) -> NDArray[np.float32]:
     """[head, D] of one row; the tail weighs more, in the scores that count but not in those that are kept."""
-    n_positions, n_plain = row.request.n_positions, row.request.n_plain
+    n_positions = row.request.n_positions
+    n_plain = n_positions if row.request.n_plain is None else row.request.n_plain
     keys, values = memory.cross_cache[row.slot, op.layer]
     scores = numbers.block_scores(q[:, None], keys[:, :n_positions])[:, 0]
     kept = slice(op.first_dump, op.first_dump + len(op.dumped_heads))
