@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from gateway.audio_file import AudioFileError, read_audio
 from gateway.commands.failure import CommandError
-from gateway.commands.subtitles import Cue, TimedWord, as_srt, as_vtt, cues_of
 from gateway.commands.waiting import waiting
+from gateway.subtitles import Cue, TimedWord, as_srt, as_vtt, cues_of
 from streaming.engine import DecodeOptions, Task, UnsupportedOptionError
 from streaming.transcript import Word, text_of
 from vad.audio import SpeechSpan, seconds

@@ -189,6 +189,10 @@ class DoorKind(Protocol):
     def NAME(self) -> str:  # noqa: N802  # a module's constant
         """The door's name in metrics and logs."""
 
+    @property
+    def RESUMES(self) -> bool:  # noqa: N802
+        """Whether a client may come for a session that the server holds already, so that being full keeps none out."""
+
     def key_of(self, knock: Knock) -> str | None:
         """The key that the client shows, wherever this protocol has it."""
 

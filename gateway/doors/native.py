@@ -24,6 +24,7 @@ from gateway.errors import ERRORS, ClientError, GatewayError
 from gateway.messages import Ack, Error, Partial, ServerMessage
 
 NAME = "native"
+RESUMES = True
 _TRACK = 0
 
 

@@ -8,7 +8,6 @@ between two commits; its deltas come as they settle, under the id that the commi
 """
 
 import binascii
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,10 +26,10 @@ from gateway.doors.door import (
     Knock,
     LastWords,
     Open,
-    Refusal,
     Say,
     Tell,
 )
+from gateway.doors.openai_common import key_of, logprobs, refusal
 from gateway.doors.openai_session import (
     HOSTED_MODELS,
     LOGPROBS,
@@ -40,6 +39,7 @@ from gateway.doors.openai_session import (
     TurnDetection,
     updated,
 )
+from gateway.doors.settled import SettledText
 from gateway.effects import Close, Said, UtteranceOver
 from gateway.errors import GatewayError
 from gateway.messages import (
@@ -54,11 +54,12 @@ from gateway.messages import (
     SpeechStarted,
     Updated,
     Warning,
-    WordItem,
 )
 
+__all__ = ["NAME", "RESUMES", "key_of", "open_door", "refusal"]
+
 NAME = "openai_realtime"
-KEY_SUBPROTOCOL = "openai-insecure-api-key."
+RESUMES = False
 SESSION_LIFE_S = 3_600  # what ``expires_at`` says; nothing ends here at that time
 _TRACK = 0
 # Close codes that clients of this protocol come back on, where coming back helps.
@@ -90,13 +91,10 @@ class _Item:
     end_s: float | None = None
     is_committed: bool = False  # the client knows it
     is_cleared: bool = False  # its audio was thrown away: its words are not told
-    transcript: str = ""  # what the deltas so far add up to
+    settled: SettledText = field(default_factory=SettledText)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     language: str | None = None
     failure: str | None = None
-    segment: int | None = None  # the one in work, and how many of its words were told
-    n_told: int = 0
-    n_told_ahead: int = 0  # words that were told and that a cut gave to the next segment
 
 
 @dataclass(slots=True)
@@ -311,25 +309,14 @@ class RealtimeDoor:
 
     def _transcribed(self, segment: Partial | Final) -> list[DoorEffect]:
         item = self._item_in_work()
-        if segment.segment != item.segment:
-            item.segment, item.n_told, item.n_told_ahead = segment.segment, item.n_told_ahead, 0
-        words = segment.words[item.n_told : segment.n_committed]
-        item.n_told = max(item.n_told, segment.n_committed)
+        words = item.settled.news(segment)
         item.language = segment.language or item.language
-        if isinstance(segment, Final):
-            item.n_told_ahead = max(0, item.n_told - len(segment.words))
-        return self._told(item, words)
-
-    def _told(self, item: _Item, words: Sequence[WordItem]) -> list[DoorEffect]:
-        """The delta of ``words``, if they have text that the client should see."""
-        delta = "".join(word.text for word in words)
-        delta = delta if item.transcript else delta.lstrip()
-        if not delta or item.is_cleared:
+        delta = "" if item.is_cleared else item.settled.delta(words)
+        if not delta:
             return []
-        item.transcript += delta
         fields: dict[str, Any] = {"item_id": item.item_id, "content_index": 0, "delta": delta}
         if LOGPROBS in self._session.include:
-            fields["logprobs"] = [_logprob(word) for word in words]
+            fields["logprobs"] = logprobs(words)
             item.logprobs += fields["logprobs"]
         return [self._event("conversation.item.input_audio_transcription.delta", **fields)]
 
@@ -395,15 +382,15 @@ class RealtimeDoor:
         """The last event of an item: exactly one for each that the client has heard of."""
         event = "conversation.item.input_audio_transcription"
         place = {"item_id": item.item_id, "content_index": 0}
-        if item.is_cleared and not item.transcript:
+        if item.is_cleared and not item.settled.text:
             return []
-        if item.failure is not None and not item.transcript:
+        if item.failure is not None and not item.settled.text:
             error = {"type": "server_error", "code": "decode_failed", "message": item.failure, "param": None}
             return [self._event(f"{event}.failed", **place, error=error)]
         usage_s = max(0.0, (item.end_s if item.end_s is not None else item.start_s) - item.start_s)
         fields: dict[str, Any] = {
             **place,
-            "transcript": "" if item.is_cleared else item.transcript,
+            "transcript": "" if item.is_cleared else item.settled.text,
             "usage": {"type": "duration", "seconds": round(usage_s, 3)},
         }
         if LOGPROBS in self._session.include:
@@ -441,21 +428,6 @@ class RealtimeDoor:
         return self._event("error", error=error)
 
 
-def _logprob(word: WordItem) -> dict[str, Any]:
-    """A word in the shape of a token; the model's own tokens are not told apart."""
-    logprob = None if word.confidence is None else round(math.log(max(word.confidence, 1e-6)), 4)
-    return {"token": word.text, "logprob": logprob, "bytes": list(word.text.encode())}
-
-
-def key_of(knock: Knock) -> str | None:
-    """``Authorization: Bearer KEY``, or a browser's sub-protocol ``openai-insecure-api-key.KEY``."""
-    scheme, _, key = knock.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return key.strip()
-    offered = (name.removeprefix(KEY_SUBPROTOCOL) for name in knock.subprotocols if name.startswith(KEY_SUBPROTOCOL))
-    return next(offered, None)
-
-
 def open_door(knock: Knock, house: House) -> Admission:
     """A transcription session, whether or not the query says so."""
     intent = knock.param("intent")
@@ -467,9 +439,3 @@ def open_door(knock: Knock, house: House) -> Admission:
         known = ", ".join(house.cards)
         raise AdmissionError(404, "model_not_found", f"no model {named!r} here; there are {known}", param="model")
     return Admission(RealtimeDoor(knock, house, model), "realtime" if "realtime" in knock.subprotocols else None)
-
-
-def refusal(error: AdmissionError, knock: Knock) -> Refusal:
-    """The error body of every OpenAI endpoint."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return Refusal({"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}})

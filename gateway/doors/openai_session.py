@@ -163,7 +163,7 @@ def updated(session: TranscriptionSession, patch: Any, house: House) -> Transcri
 def _with_format(session: TranscriptionSession, value: Any, path: str) -> TranscriptionSession:
     given = _object(value, path)
     kind = given.get("type", session.format_type)
-    if kind not in _ENCODINGS:
+    if not isinstance(kind, str) or kind not in _ENCODINGS:
         raise BadValueError(f"{path}.type", f"{path}.type is {kind!r}; accepted are {', '.join(_ENCODINGS)}")
     if kind != "audio/pcm":
         if given.get("rate") not in (None, 8_000):
@@ -191,7 +191,7 @@ def _with_transcription(session: TranscriptionSession, value: Any, house: House,
         session = replace(session, keywords=_keywords(given["keywords"] or [], f"{path}.keywords"))
     if "delay" in given:
         delay = given["delay"]
-        if delay is not None and delay not in PARTIAL_INTERVAL_MS:
+        if delay is not None and not (isinstance(delay, str) and delay in PARTIAL_INTERVAL_MS):
             known = ", ".join(PARTIAL_INTERVAL_MS)
             raise BadValueError(f"{path}.delay", f"{path}.delay is {delay!r}; accepted are {known} and null")
         session = replace(session, delay=delay)
@@ -266,7 +266,7 @@ def _included(value: Any, session: TranscriptionSession, house: House) -> tuple[
     offered = {WARNINGS}
     if Capability.CONFIDENCE in house.cards[session.model].capabilities:
         offered.add(LOGPROBS)
-    return tuple(item for item in value or () if item in offered)
+    return tuple(item for item in value or () if isinstance(item, str) and item in offered)
 
 
 def _check_options(session: TranscriptionSession, house: House, path: str) -> None:

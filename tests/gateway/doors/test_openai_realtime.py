@@ -491,13 +491,13 @@ def test_a_bad_frame_is_an_error_event_and_nothing_is_lost(world, frame, code) -
     assert texts(events) == ["w0 w1"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.one_of(st.binary(max_size=60), st.text(max_size=60)))
 def test_whatever_the_frame_the_door_answers_with_effects(world, frame) -> None:
     door_of(world).receive(frame, 0.0)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     st.recursive(
         st.one_of(st.none(), st.booleans(), st.integers(-9, 99_999), st.text(max_size=6)),

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.commands.subtitles import MAX_CUE_CHARACTERS, Cue, TimedWord, as_srt, as_vtt, cues_of
+from gateway.subtitles import MAX_CUE_CHARACTERS, Cue, TimedWord, as_srt, as_vtt, cues_of
 
 CUES = [Cue(0.0, 1.5, "Ever tried."), Cue(3_599.9996, 3_661.042, "a < b & c")]
 
