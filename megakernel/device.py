@@ -190,6 +190,17 @@ def _attributes(driver: Any, how: Launch) -> Sequence[Any]:
     return attributes
 
 
+def opt_in(kernel: Any, shared_bytes: int) -> None:
+    """Let ``kernel`` be launched with so much dynamic shared memory."""
+    attribute = _bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    call("cuFuncSetAttribute", kernel, attribute, shared_bytes)
+
+
+def begin_capture(stream: Any) -> None:
+    """What is launched on ``stream`` from now on becomes a graph."""
+    call("cuStreamBeginCapture", stream, _bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+
+
 def pinned_memory(n_bytes: int) -> tuple[NDArray[np.uint8], int]:
     """Zeros in the host's memory that the device reads and writes: the array, and its address on the device.
 

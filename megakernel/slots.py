@@ -38,6 +38,11 @@ class OpenSlots:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def next_ticket(self) -> int:
+        """The one that the next request gets."""
+        return self._last_ticket % _LARGEST_TICKET + 1
+
     def open(self, slot: int, request: Request) -> int:
         """Take note of ``request``. Returns its ticket.
 
@@ -48,7 +53,7 @@ class OpenSlots:
             raise RequestError(f"slot {slot}: there are {self._n_slots}, from 0")
         if slot in self._open:
             raise RequestError(f"slot {slot} is open: its DONE record has not been read yet")
-        self._last_ticket = self._last_ticket % _LARGEST_TICKET + 1
+        self._last_ticket = self.next_ticket
         self._open[slot] = OpenSlot(self._last_ticket, request)
         return self._last_ticket
 

@@ -1,0 +1,361 @@
+"""Slots on a device: requests in, records out, whatever happens to the kernel in between.
+
+Launches when there is work, lets the kernel leave when there is none, finds out when it stalls, and after a fault gives
+the open requests to it again, so that a reader sees every token once. After two faults in a row it goes on one phase a
+launch. Knows the mailbox and the slots; the launches themselves are ``launcher.py``'s.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import FaultError
+from .isa import CommandKind, Control, FaultKind, Op, Phase
+from .launcher import Event, Mode, Start
+from .mailbox import DoneRecord, Mailbox, Record
+from .program import Program
+from .request import Request, encode_request
+from .slots import OpenSlots
+
+log = logging.getLogger(__name__)
+
+MAX_STEPS = 1024  # of one launch, so that others on the GPU get their turn; about 0.1 s
+IDLE_NS = 200_000  # without an open slot after which the kernel leaves
+SPIN_NS = 50_000_000  # that one SM waits for another
+BEAT_TIMEOUT_S = 0.1  # without a step, while a slot is open, that is taken for a fault
+START_TIMEOUT_S = 30.0  # until the first step: others may have the GPU
+LEAVE_TIMEOUT_S = 2.0  # after an order to leave
+N_FAULTS_TO_GRAPH = 2  # in a row
+_POLL_S = 50e-6
+
+_LARGEST_EPOCH = 0xFFFFFFFF
+_COMMAND_COUNT_MASK = 0xFFFFFF  # the kernel hands its count round in 24 bits
+
+
+class Launches(Protocol):
+    """What ``Launcher`` offers; tests put a device in its place that is none."""
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Whose other end the kernel has."""
+
+    def start(self, start: Start) -> None:
+        """Launch, behind everything that came before."""
+
+    def has_left(self) -> bool:
+        """Whether what was started last has ended."""
+
+    def wait_for(self, event: Event) -> None:
+        """The next launch begins after ``event``."""
+
+    def clear(self, *, state: bool) -> None:
+        """Zeros into the exchange area, and with ``state`` into all that the device remembers of slots."""
+
+    def close(self) -> None:
+        """Free everything. Nothing may be running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why the kernel gave up, and where."""
+
+    kind: FaultKind
+    sm: int
+    task: str
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.name} on SM {self.sm} in {self.task}, epoch {self.epoch}"
+
+
+def fault_of(control: NDArray[np.uint32], program: Program) -> Fault | None:  # [CONTROL_WORDS]
+    """The fault that a launch left behind, ``None`` if it left none."""
+    kind = int(control[Control.FAULT_KIND])
+    if not kind:
+        return None
+    sm, epoch = int(control[Control.FAULT_SM]), int(control[Control.FAULT_EPOCH])
+    return Fault(FaultKind(kind), sm, task_name(program, int(control[Control.FAULT_PHASE])), epoch)
+
+
+def task_name(program: Program, phase: int) -> str:
+    """For instance ``phase 7, ATTEND_CROSS of layers.0.cross``."""
+    if phase >= len(program.phases):
+        return f"phase {phase}, which the program does not have"
+    return f"phase {phase}, {Op(int(program.phases[phase, Phase.OP])).name} of {program.phase_names[phase]}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """A command that has not been given yet. ``after``: what must have run before."""
+
+    kind: CommandKind
+    slot: int
+    ticket: int
+    words: NDArray[np.uint32] | None = None  # of the request that an OPEN is about
+    after: Event | None = None
+
+
+class Runtime:
+    """One program's slots. One thread at a time; nothing blocks but ``wait`` and ``close``.
+
+    Call ``open`` for any number of slots, then ``burst``, then ``records`` again and again until every slot is done.
+    A slot is free again once its ``DoneRecord`` has been returned.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        launches: Launches,
+        *,
+        n_rules: int,
+        mode: Mode = Mode.LOOP,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.mode = mode
+        self.faults: list[Fault] = []
+        self._program = program
+        self._launches = launches
+        self._mailbox = launches.mailbox
+        self._n_rules = n_rules
+        self._clock = clock
+        self._slots = OpenSlots(program.sizes.max_slots)
+        self._queue: deque[_Command] = deque()
+        self._opened_by: dict[int, int] = {}  # slot → number of the command
+        self._n_steps = 0  # since the exchange area was cleared
+        self._n_faults_in_row = 0
+        self._stall: tuple[int, int] | None = None
+        self._is_running = False
+        self._asked_to_leave = False
+        self._aborted_at_s: float | None = None
+        self._started_at_s = 0.0
+        self._beat = 0
+        self._beat_at_s: float | None = None  # None until the first step of a launch
+
+    @property
+    def n_open(self) -> int:
+        """Slots that are not done."""
+        return len(self._slots)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a launch is under way, so far as the last call saw."""
+        return self._is_running
+
+    # --- requests ---
+
+    def open(self, slot: int, request: Request, *, after: Event | None = None) -> int:
+        """Begin ``request`` in a free slot. Returns its ticket, which its records carry.
+
+        ``after`` is recorded behind whatever writes the slot's cross cache. If the kernel has the GPU to itself, that
+        has to wait for it, so the kernel is asked to leave, and goes on behind ``after``.
+
+        Raises:
+            RequestError: if the slot is not free or the request is out of range.
+        """
+        ticket = self._slots.next_ticket
+        words = encode_request(request, ticket=ticket, sizes=self._program.sizes, n_rules=self._n_rules)
+        self._slots.open(slot, request)
+        self._queue.append(_Command(CommandKind.OPEN, slot, ticket, words, after))
+        self._give_commands()
+        return ticket
+
+    def cancel(self, slot: int) -> None:
+        """Have the slot done soon; its ``DoneRecord`` says CANCELLED unless it was quicker. A free slot stays free."""
+        ticket = self._slots.cancel(slot)
+        if ticket is not None:
+            self._queue.append(_Command(CommandKind.CANCEL, slot, ticket))
+            self._give_commands()
+
+    # --- the kernel ---
+
+    def burst(self) -> None:
+        """Launch if there is work and nothing runs."""
+        self._give_commands()
+        if not self._is_running and (self._slots or self._mailbox.n_commands > self._mailbox.n_carried_out):
+            self._start()
+
+    def records(self) -> list[Record]:
+        """What came since the last call. Launches again while slots are open, recovers from faults.
+
+        Raises:
+            FaultError: if the kernel gives up one phase a launch too, or can't be stopped. Every open slot is lost.
+            DriverError: if the device failed. Every open slot is lost.
+        """
+        has_left = self._is_running and self._launches.has_left()
+        taken = self._mailbox.take_records()  # after the look at whether it has left: then nothing is missing
+        self._note_carried_out(taken)
+        delivered = self._slots.deliver(taken)
+        if has_left:
+            self._settle()
+        elif self._is_running:
+            self._watch()
+        self.burst()
+        return delivered
+
+    def wait(self, timeout_s: float) -> list[Record]:
+        """``records`` as soon as there are any, or when no slot is open, or after ``timeout_s``."""
+        deadline_s = self._clock() + timeout_s
+        while not (records := self.records()) and self._slots and self._clock() < deadline_s:
+            time.sleep(_POLL_S)
+        return records
+
+    def close(self) -> None:
+        """Drop every slot, have the kernel leave, free what it used."""
+        self._queue.clear()
+        if self._is_running and self._mailbox.has_room:
+            self._mailbox.give(CommandKind.STOP)
+        self._leave_within(LEAVE_TIMEOUT_S)
+        if self._is_running:
+            self._mailbox.set_abort(abort=True)
+            self._leave_within(LEAVE_TIMEOUT_S)
+        if self._is_running:
+            raise FaultError("the kernel does not leave, so its memory can't be freed")
+        self._launches.close()
+
+    def inject_stall(self, *, sm: int, step: int) -> None:
+        """For tests: in the next launch ``sm`` stops at ``step``, as if it hung."""
+        self._stall = sm, step
+
+    # --- commands ---
+
+    def _give_commands(self) -> None:
+        """Hand over what waits, in order, as far as the ring has room and what must come first has run."""
+        while self._queue and self._mailbox.has_room:
+            command = self._queue[0]
+            if command.after is not None and not self._may_give(command.after):
+                return
+            self._queue.popleft()
+            self._give(command)
+
+    def _may_give(self, after: Event) -> bool:
+        if after.query():
+            return True
+        if not self._is_running:
+            self._launches.wait_for(after)  # the launch that sees the command comes behind it
+            return True
+        if self.mode is Mode.LOOP and not self._asked_to_leave:
+            self._asked_to_leave = True
+            self._mailbox.give(CommandKind.YIELD)
+        return False
+
+    def _give(self, command: _Command) -> None:
+        if command.words is not None:
+            self._mailbox.put_request(command.slot, command.words)
+        number = self._mailbox.give(command.kind, slot=command.slot, ticket=command.ticket)
+        if command.kind is CommandKind.OPEN:
+            self._opened_by[command.slot] = number
+            if self._beat_at_s is not None:
+                self._beat_at_s = self._clock()  # it may have been idle until now
+
+    def _note_carried_out(self, records: list[Record]) -> None:
+        """A slot that is done was opened, so every command up to that OPEN was read."""
+        done = [self._opened_by[record.slot] for record in records if isinstance(record, DoneRecord)]
+        self._mailbox.n_carried_out = max([self._mailbox.n_carried_out, *done])
+
+    # --- launches ---
+
+    def _start(self) -> None:
+        epochs = self._program.epochs_per_step
+        if (self._n_steps + MAX_STEPS + 1) * epochs > _LARGEST_EPOCH:
+            self._launches.clear(state=False)
+            self._n_steps = 0
+        start = Start(
+            mode=self.mode,
+            epoch=self._n_steps * epochs,
+            n_commands=self._mailbox.n_carried_out,
+            n_records=self._mailbox.n_records,
+            max_steps=MAX_STEPS,
+            idle_ns=IDLE_NS,
+            spin_ns=SPIN_NS,
+        )
+        self._fill_control(start)
+        self._is_running, self._asked_to_leave = True, False
+        self._started_at_s, self._beat, self._beat_at_s = self._clock(), self._mailbox.beat, None
+        self._launches.start(start)
+
+    def _fill_control(self, start: Start) -> None:
+        control = self._mailbox.control_before
+        control[:] = 0
+        control[Control.N_COMMANDS] = start.n_commands & 0xFFFFFFFF
+        control[Control.N_RECORDS] = start.n_records & 0xFFFFFFFF
+        if self._stall is not None:
+            control[Control.STALL_SM], control[Control.STALL_STEP] = self._stall[0] + 1, self._stall[1]
+            self._stall = None
+
+    def _watch(self) -> None:
+        """Order the kernel to leave if it makes no step."""
+        now_s, beat = self._clock(), self._mailbox.beat
+        if self._aborted_at_s is not None:
+            if now_s - self._aborted_at_s > LEAVE_TIMEOUT_S:
+                raise FaultError(f"{self._program.name}: the kernel neither makes a step nor leaves")
+        elif beat != self._beat:
+            self._beat, self._beat_at_s = beat, now_s
+        elif self._slots and self._is_late(now_s):
+            log.warning("%s: no step for %.0f ms, so the kernel must leave", self._program.name, BEAT_TIMEOUT_S * 1e3)
+            self._aborted_at_s = now_s
+            self._mailbox.set_abort(abort=True)
+
+    def _is_late(self, now_s: float) -> bool:
+        if self._beat_at_s is None:
+            return now_s - self._started_at_s > START_TIMEOUT_S
+        return now_s - self._beat_at_s > BEAT_TIMEOUT_S
+
+    def _settle(self) -> None:
+        """The kernel has left, and every record it wrote has been taken."""
+        control = self._mailbox.control_after
+        was_aborted = self._aborted_at_s is not None
+        self._is_running, self._aborted_at_s = False, None
+        self._mailbox.set_abort(abort=False)
+        fault = fault_of(control, self._program)
+        if fault is None and was_aborted:
+            fault = Fault(FaultKind.ABORTED, 0, "no task: it was late, and left by itself", 0)
+        if fault is not None:
+            self._recover(fault)
+            return
+        self._n_faults_in_row = 0
+        if self.mode is Mode.LOOP:
+            self._n_steps += int(control[Control.N_STEPS])
+        behind = (self._mailbox.n_commands - int(control[Control.N_COMMANDS])) & _COMMAND_COUNT_MASK
+        self._mailbox.n_carried_out = self._mailbox.n_commands - behind
+
+    # --- faults ---
+
+    def _recover(self, fault: Fault) -> None:
+        """Begin every open request again on a device that has forgotten them."""
+        self.faults.append(fault)
+        self._n_faults_in_row += 1
+        if self.mode is not Mode.LOOP:
+            raise FaultError(f"{self._program.name}: {fault}, one phase a launch")
+        log.warning("%s: %s; %d slots begin again", self._program.name, fault, len(self._slots))
+        if self._n_faults_in_row >= N_FAULTS_TO_GRAPH:
+            self.mode = Mode.GRAPH
+            log.warning("%s: %d faults in a row: on with one phase a launch", self._program.name, N_FAULTS_TO_GRAPH)
+        self._launches.clear(state=True)
+        self._n_steps = 0
+        self._mailbox.n_carried_out = self._mailbox.n_commands  # whatever was given is forgotten, and given again
+        self._replay()
+
+    def _replay(self) -> None:
+        for command in self._queue:
+            if command.after is not None:
+                self._launches.wait_for(command.after)
+        self._queue.clear()
+        for slot, state in self._slots.replays():
+            words = encode_request(state.request, ticket=state.ticket, sizes=self._program.sizes, n_rules=self._n_rules)
+            self._queue.append(_Command(CommandKind.OPEN, slot, state.ticket, words))
+            if state.is_cancelled:
+                self._queue.append(_Command(CommandKind.CANCEL, slot, state.ticket))
+
+    def _leave_within(self, timeout_s: float) -> None:
+        deadline_s = self._clock() + timeout_s
+        while self._is_running and self._clock() < deadline_s:
+            if self._launches.has_left():
+                self._is_running = False
+            else:
+                time.sleep(_POLL_S)
