@@ -53,7 +53,9 @@ def assign_to_sms(phases: Sequence[PhaseTasks], target: Target) -> Schedule:
 def _fill(phase: PhaseTasks, sm_bytes: Sequence[int]) -> NDArray[np.int64]:
     """Granules of each SM: one at a time to the SM with the fewest bytes so far, none far above the mean."""
     n_sms = len(sm_bytes)
-    limit = -(-phase.n_granules // n_sms) + 1
+    mean = -(-phase.n_granules // n_sms)
+    # A phase lasts as long as its slowest SM, so it evens out little of what lies before; the last one, all it can.
+    limit = mean + (max(1, mean // 8) if phase.op is Op.HEAD else 1)
     # Every SM has a part of the head: the wait for all of these is what separates two steps.
     at_least = 1 if phase.op is Op.HEAD else 0
     if phase.n_granules < at_least * n_sms:

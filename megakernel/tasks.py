@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-import numpy as np
-from numpy.typing import NDArray
-
 from .errors import CompileError
 from .graph import Sizes
 from .isa import GRANULE_ROWS, N_WARPS, TILE_BYTES, TILE_K, Flag, Op
@@ -152,18 +149,6 @@ def cross_unit_sm(slot: int, head: int, block: int, *, n_heads: int, n_blocks: i
 def combine_unit_sm(row: int, head: int, *, n_heads: int, n_sms: int) -> int:
     """The SM that combines the blocks of one head of a row."""
     return (row * n_heads + head) % n_sms
-
-
-def units_per_sm(phase: PhaseTasks, *, n_slots: int, n_blocks: int, n_sms: int) -> NDArray[np.int64]:
-    """Attention units of each SM with this many slots of this many blocks open, from slot 0 on: [n_sms]."""
-    place = self_unit_sm if phase.op is Op.ATTEND_SELF else cross_unit_sm
-    sms = [
-        place(slot, head, block, n_heads=phase.n_heads, n_blocks=phase.n_blocks, n_sms=n_sms)
-        for slot in range(n_slots)
-        for head in range(phase.n_heads)
-        for block in range(n_blocks)
-    ]
-    return np.bincount(np.array(sms, np.int64), minlength=n_sms)
 
 
 # ---------------------------------------------------------------------- rules

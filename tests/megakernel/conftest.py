@@ -15,6 +15,7 @@ def tiny_graph(
     *,
     n_layers: int = 1,
     width: int = 128,
+    wide: int = 256,
     n_positions: int = 80,
     n_cross_positions: int = 300,
     n_tokens: int = 100,
@@ -47,7 +48,7 @@ def tiny_graph(
         y = step.linear(f"{i}.cross_mix", y, width, weight=f"{i}.cross_mix.weight", bias=f"{i}.cross_mix.bias")
         x = step.add(f"{i}.after_cross", y, x)
         y = step.layer_norm(f"{i}.wide_norm", x, gamma=f"{i}.wide_norm.gamma", beta=f"{i}.wide_norm.beta")
-        y = step.linear(f"{i}.wide", y, 2 * width, weight=f"{i}.wide.weight", bias=f"{i}.wide.bias")
+        y = step.linear(f"{i}.wide", y, wide, weight=f"{i}.wide.weight", bias=f"{i}.wide.bias")
         y = step.gelu(f"{i}.gelu", y)
         y = step.linear(f"{i}.narrow", y, width, weight=f"{i}.narrow.weight", bias=None)
         x = step.add(f"{i}.out", y, x)
