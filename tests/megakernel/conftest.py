@@ -77,6 +77,25 @@ def tiny_graph_fixture() -> Callable[..., Graph]:
     return tiny_graph
 
 
+def large_graph() -> Graph:
+    """As large as Whisper large-v3-turbo's decoder."""
+    return tiny_graph(
+        n_layers=4,
+        width=1280,
+        wide=5120,
+        n_positions=448,
+        n_cross_positions=1500,
+        n_tokens=51_866,
+        mark_begin=50_365,
+        dumped_heads=(),
+    )
+
+
+@pytest.fixture(scope="session", name="large_graph")
+def large_graph_fixture() -> Callable[[], Graph]:
+    return large_graph
+
+
 @pytest.fixture(scope="session", name="random_constants")
 def random_constants_fixture() -> Callable[[Graph, int], Constants]:
     return random_constants
