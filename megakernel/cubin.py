@@ -107,7 +107,7 @@ def kernel_sources() -> dict[str, str]:
 
 def compile_options(arch: str) -> tuple[str, ...]:
     """What NVRTC is asked for. No fast mathematics: a row's bits may not depend on what is compiled beside it."""
-    return (f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v", "--generate-line-info")
+    return (f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v")
 
 
 def cache_key(sources: Mapping[str, str], options: tuple[str, ...], compiler: tuple[int, int]) -> str:

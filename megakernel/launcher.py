@@ -59,6 +59,7 @@ class Start:
     """What differs from launch to launch."""
 
     mode: Mode
+    goes_on: bool  # in graph mode: counts go on from the last launch, which makes what follows void
     epoch: int  # steps before x epochs of a step
     n_commands: int  # carried out before
     n_records: int  # written before
@@ -100,6 +101,7 @@ class Launcher:
     """One program on one GPU. Make it with ``load``; one thread at a time."""
 
     def __init__(self, program: Program, device: Device, code: bytes, buffers: Buffers) -> None:
+        self.program = program
         self.buffers = buffers
         self._n_sms, self._n_phases = program.target.n_sms, len(program.phases)
         self._context = call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", device.index))
@@ -119,8 +121,7 @@ class Launcher:
             self._parameters[parameter] = address
         for parameter, block in ADDRESSES.items():
             self._parameters[parameter] = self._mailbox_address + OFFSETS[block]
-        self._graph: Any = None  # a graph once there is one
-        self._graph_mode: Mode | None = None
+        self._graph: Any = None  # of one step, whose parameters are those of the launch that captured it
 
     @classmethod
     def load(
@@ -177,7 +178,7 @@ class Launcher:
             how = Launch(self._n_sms, self._shared_bytes, is_cooperative=True)
             launch(self._loop, how, self._stream, self._parameters)
         else:
-            self._start_graph(start.mode, before)
+            self._start_graph(start, before)
         call("cuMemcpyAsync", after, self._control, _CONTROL_BYTES, self._stream)
         call("cuEventRecord", self._left, self._stream)
 
@@ -201,7 +202,6 @@ class Launcher:
         self._zero(self.buffers.exchange)
         if state:
             self._zero(self.buffers.state)
-            self._drop_graph()  # its parameters are those of before
 
     def close(self) -> None:
         """Free what torch does not. Nothing may be running."""
@@ -211,10 +211,10 @@ class Launcher:
         call("cuEventDestroy", self._left)
         call("cuStreamDestroy", self._stream)
 
-    def _start_graph(self, mode: Mode, control_before: int) -> None:
-        if self._graph is None or self._graph_mode is not mode:
+    def _start_graph(self, start: Start, control_before: int) -> None:
+        if not start.goes_on or self._graph is None:
             self._drop_graph()
-            self._graph, self._graph_mode = self._capture(mode), mode
+            self._graph = self._capture(start.mode)
             call("cuMemcpyAsync", self._control, control_before, _CONTROL_BYTES, self._stream)
         for _ in range(GRAPH_STEPS):
             call("cuGraphLaunch", self._graph, self._stream)

@@ -101,7 +101,8 @@ class LeftRecord:
     step: int
 
 
-Record = TokenRecord | SegmentRecord | DoneRecord | LeftRecord
+SlotRecord = TokenRecord | SegmentRecord | DoneRecord
+Record = SlotRecord | LeftRecord
 
 
 SLOT_FACTOR = 256  # a record's first word: its kind plus this times its slot
@@ -170,8 +171,12 @@ class Mailbox:
 
     @property
     def beat(self) -> int:
-        """Steps so far."""
+        """Steps of this launch so far."""
         return int(self._beat[0])
+
+    def clear_beat(self) -> None:
+        """To be called before a launch."""
+        self._beat[0] = 0
 
     def take_records(self) -> list[Record]:
         """Whole records that were not taken yet, in order."""

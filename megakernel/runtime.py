@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from .errors import FaultError
 from .isa import CommandKind, Control, FaultKind, Op, Phase
 from .launcher import Event, Mode, Start
-from .mailbox import DoneRecord, Mailbox, Record
+from .mailbox import DoneRecord, Mailbox, Record, SlotRecord
 from .program import Program
 from .request import Request, encode_request
 from .slots import OpenSlots
@@ -26,6 +26,7 @@ from .slots import OpenSlots
 log = logging.getLogger(__name__)
 
 MAX_STEPS = 1024  # of one launch, so that others on the GPU get their turn; about 0.1 s
+MAX_GRAPH_STEPS = 1 << 20  # until steps are counted from 0 again, one phase a launch
 IDLE_NS = 200_000  # without an open slot after which the kernel leaves
 SPIN_NS = 50_000_000  # that one SM waits for another
 BEAT_TIMEOUT_S = 0.1  # without a step, while a slot is open, that is taken for a fault
@@ -127,9 +128,10 @@ class Runtime:
         self._slots = OpenSlots(program.sizes.max_slots)
         self._queue: deque[_Command] = deque()
         self._opened_by: dict[int, int] = {}  # slot → number of the command
-        self._n_steps = 0  # since the exchange area was cleared
+        self._n_steps = 0  # since the exchange area was cleared, before this launch
+        self._goes_on = False  # one phase a launch: the next launch continues the last one
         self._n_faults_in_row = 0
-        self._stall: tuple[int, int] | None = None
+        self._stalls: deque[tuple[int, int]] = deque()
         self._is_running = False
         self._asked_to_leave = False
         self._aborted_at_s: float | None = None
@@ -180,7 +182,7 @@ class Runtime:
         if not self._is_running and (self._slots or self._mailbox.n_commands > self._mailbox.n_carried_out):
             self._start()
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[SlotRecord]:
         """What came since the last call. Launches again while slots are open, recovers from faults.
 
         Raises:
@@ -198,7 +200,7 @@ class Runtime:
         self.burst()
         return delivered
 
-    def wait(self, timeout_s: float) -> list[Record]:
+    def wait(self, timeout_s: float) -> list[SlotRecord]:
         """``records`` as soon as there are any, or when no slot is open, or after ``timeout_s``."""
         deadline_s = self._clock() + timeout_s
         while not (records := self.records()) and self._slots and self._clock() < deadline_s:
@@ -219,8 +221,8 @@ class Runtime:
         self._launches.close()
 
     def inject_stall(self, *, sm: int, step: int) -> None:
-        """For tests: in the next launch ``sm`` stops at ``step``, as if it hung."""
-        self._stall = sm, step
+        """For tests: ``sm`` stops at ``step`` of the next launch, as if it hung. Another call: in the one behind."""
+        self._stalls.append((sm, step))
 
     # --- commands ---
 
@@ -255,28 +257,31 @@ class Runtime:
 
     def _note_carried_out(self, records: list[Record]) -> None:
         """A slot that is done was opened, so every command up to that OPEN was read."""
-        done = [self._opened_by[record.slot] for record in records if isinstance(record, DoneRecord)]
+        done = [self._opened_by.get(record.slot, 0) for record in records if isinstance(record, DoneRecord)]
         self._mailbox.n_carried_out = max([self._mailbox.n_carried_out, *done])
 
     # --- launches ---
 
     def _start(self) -> None:
         epochs = self._program.epochs_per_step
-        if (self._n_steps + MAX_STEPS + 1) * epochs > _LARGEST_EPOCH:
+        max_steps = MAX_STEPS if self.mode is Mode.LOOP else MAX_GRAPH_STEPS
+        if not self._goes_on and (self._n_steps + max_steps + 1) * epochs > _LARGEST_EPOCH:
             self._launches.clear(state=False)
             self._n_steps = 0
         start = Start(
             mode=self.mode,
+            goes_on=self._goes_on,
             epoch=self._n_steps * epochs,
             n_commands=self._mailbox.n_carried_out,
             n_records=self._mailbox.n_records,
-            max_steps=MAX_STEPS,
+            max_steps=max_steps,
             idle_ns=IDLE_NS,
             spin_ns=SPIN_NS,
         )
         self._fill_control(start)
+        self._mailbox.clear_beat()
         self._is_running, self._asked_to_leave = True, False
-        self._started_at_s, self._beat, self._beat_at_s = self._clock(), self._mailbox.beat, None
+        self._started_at_s, self._beat, self._beat_at_s = self._clock(), 0, None
         self._launches.start(start)
 
     def _fill_control(self, start: Start) -> None:
@@ -284,9 +289,9 @@ class Runtime:
         control[:] = 0
         control[Control.N_COMMANDS] = start.n_commands & 0xFFFFFFFF
         control[Control.N_RECORDS] = start.n_records & 0xFFFFFFFF
-        if self._stall is not None:
-            control[Control.STALL_SM], control[Control.STALL_STEP] = self._stall[0] + 1, self._stall[1]
-            self._stall = None
+        if self._stalls:
+            sm, step = self._stalls.popleft()
+            control[Control.STALL_SM], control[Control.STALL_STEP] = sm + 1, step
 
     def _watch(self) -> None:
         """Order the kernel to leave if it makes no step."""
@@ -309,17 +314,15 @@ class Runtime:
     def _settle(self) -> None:
         """The kernel has left, and every record it wrote has been taken."""
         control = self._mailbox.control_after
-        was_aborted = self._aborted_at_s is not None
         self._is_running, self._aborted_at_s = False, None
         self._mailbox.set_abort(abort=False)
         fault = fault_of(control, self._program)
-        if fault is None and was_aborted:
-            fault = Fault(FaultKind.ABORTED, 0, "no task: it was late, and left by itself", 0)
         if fault is not None:
             self._recover(fault)
             return
         self._n_faults_in_row = 0
-        if self.mode is Mode.LOOP:
+        self._goes_on = self.mode is not Mode.LOOP and control[Control.LEFT] == 0
+        if not self._goes_on:
             self._n_steps += int(control[Control.N_STEPS])
         behind = (self._mailbox.n_commands - int(control[Control.N_COMMANDS])) & _COMMAND_COUNT_MASK
         self._mailbox.n_carried_out = self._mailbox.n_commands - behind

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from .errors import RequestError
 from .isa import REQUEST_TOKENS
-from .mailbox import DoneRecord, Record, SegmentRecord, TokenRecord
+from .mailbox import DoneRecord, LeftRecord, Record, SegmentRecord, SlotRecord, TokenRecord
 from .request import Request
 
 _LARGEST_TICKET = 0xFFFFFFFF
@@ -65,24 +65,26 @@ class OpenSlots:
         state.is_cancelled = True
         return state.ticket
 
-    def deliver(self, records: Iterable[Record]) -> list[Record]:
+    def deliver(self, records: Iterable[Record]) -> list[SlotRecord]:
         """The records that the reader has not seen yet; frees the slots that are done."""
-        return [record for record in records if self._is_new(record)]
+        return [record for record in records if not isinstance(record, LeftRecord) and self._is_new(record)]
 
-    def _is_new(self, record: Record) -> bool:
+    def _is_new(self, record: SlotRecord) -> bool:
         match record:
             case TokenRecord():
                 return self._is_new_token(record)
             case SegmentRecord():
                 return self._is_new_segment(record)
             case DoneRecord():
-                if self._of(record) is None:
-                    return False
-                del self._open[record.slot]
-                return True
-        return False  # that the kernel left concerns nobody but the runtime
+                return self._is_new_end(record)
 
-    def _of(self, record: TokenRecord | SegmentRecord | DoneRecord) -> OpenSlot | None:
+    def _is_new_end(self, record: DoneRecord) -> bool:
+        if self._of(record) is None:
+            return False
+        del self._open[record.slot]
+        return True
+
+    def _of(self, record: SlotRecord) -> OpenSlot | None:
         state = self._open.get(record.slot)
         return state if state and state.ticket == record.ticket else None
 
