@@ -440,19 +440,20 @@ class Joins:
                 raise wrong(self.program, rule, phase, sm)
 
     def linear(self, phase: int, event: int) -> None:
-        """SMs with granules wait for whole rows; all that they read is read before they publish."""
+        """SMs with granules wait for whole rows. What HEAD reads is read before it publishes; a LINEAR may go on."""
         n = self.program.tasks[:, phase, Task.N_GRANULES]
         source = source_of(self.program, phase)
         if source:
             told = self.said[source.phase].max(axis=0)
             self.heard[n > 0] = np.maximum(self.heard[n > 0], told)
             self.read[source.phase, Phase.OUTPUT] = np.where(n > 0, event, 0).astype(np.int32)
-        self.heard[self.sms, self.sms] = event
         is_head = self.program.phases[phase, Phase.OP] == Op.HEAD
         writers = self.sms if is_head else np.flatnonzero(n)
+        self.heard[self.sms, self.sms] = event if is_head else event - 1
         for sm in writers:
             self.must_be_over(phase, (phase, Phase.OUTPUT), int(sm), self.heard[sm])
         self.said[phase] = self.heard[writers].copy()
+        self.heard[self.sms, self.sms] = event
 
     def attend(self, phase: int, event: int) -> None:
         """A unit waits for its head's columns."""
