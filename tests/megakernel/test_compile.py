@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+import megakernel
 from megakernel.checker import check
 from megakernel.compile import compile_ops, compile_program
 from megakernel.fuse import fuse
@@ -51,3 +52,10 @@ def test_a_large_decoder_is_level_and_fits_every_known_gpu(large_graph, target):
 
 def test_the_checker_agrees(large_graph):
     check(compile_program(large_graph(), next(target for target in KNOWN if target.arch == "sm_90a")))
+
+
+def test_the_readme_shows_the_committed_text():
+    readme = (Path(megakernel.__file__).parent / "README.md").read_text()
+    shown = readme.split("```")[1].splitlines()
+    golden = GOLDEN.read_text().splitlines()
+    assert [line for line in shown if line not in golden] == []
