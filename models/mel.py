@@ -20,8 +20,8 @@ WINDOW_S = 30  # what the encoder was trained on
 WINDOW_FRAMES = WINDOW_S * FRAMES_PER_S
 
 MIN_FRAMES = 2  # reflecting half an FFT at the edge takes more samples than one hop has
-_POWER_FLOOR = 1e-10
-_RANGE_DECADES = 8.0  # below the loudest value everything counts as silence
+POWER_FLOOR = 1e-10
+RANGE_DECADES = 8.0  # below the loudest value everything counts as silence
 
 
 def log_mel(samples: NDArray[np.float32], n_mels: int, n_frames: int = WINDOW_FRAMES) -> torch.Tensor:
@@ -34,8 +34,8 @@ def log_mel(samples: NDArray[np.float32], n_mels: int, n_frames: int = WINDOW_FR
         ValueError: if the samples are not one channel, or are longer than ``n_frames`` hops.
     """
     power = _power(_padded(samples, n_frames))
-    log_power = torch.log10_(mel_filters(n_mels).matmul(power).clamp_(min=_POWER_FLOOR))
-    floor = log_power.max() - _RANGE_DECADES
+    log_power = torch.log10_(mel_filters(n_mels).matmul(power).clamp_(min=POWER_FLOOR))
+    floor = log_power.max() - RANGE_DECADES
     return torch.maximum(log_power, floor, out=log_power).add_(4.0).div_(4.0)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..mel import log_mel
 from .backend import Audio, LanguageGuess, Writing, device_errors
 from .decode import Decoded, RuleBook, decode, language_probabilities
-from .reference import DecoderCache, Whisper
+from .reference import DecoderCache, SilentTail, Whisper
 from .window import (
     DIGITAL_SILENCE,
     FRAMES_PER_POSITION,
@@ -34,11 +34,7 @@ class TorchBackend:
         self._model = model.eval()
         self._special = rules.special
         self._weight = model.decoder.embed_tokens.weight  # tells where and in which type to compute
-        silence = torch.full(
-            (1, model.config.n_mels, FRAMES_PER_POSITION * model.config.n_audio_positions), QUIETEST_FEATURE
-        )
-        with torch.inference_mode():
-            self._tail = model.silent_tail(silence.to(self._weight), stride=TAIL_STRIDE)
+        self._tail = silent_tail(model)
 
     @torch.inference_mode()
     def listen(self, windows: Sequence[NDArray[np.float32]]) -> list[Audio | None]:
@@ -87,6 +83,14 @@ class TorchBackend:
             return decode(
                 self._model, _own(writing.audio), writing.request, writing.rules, temperature=writing.temperature
             )
+
+
+@torch.inference_mode()
+def silent_tail(model: Whisper) -> SilentTail:
+    """The silence that stands behind short windows, computed where the model is."""
+    n_frames = FRAMES_PER_POSITION * model.config.n_audio_positions
+    silence = torch.full((1, model.config.n_mels, n_frames), QUIETEST_FEATURE)
+    return model.silent_tail(silence.to(model.decoder.embed_tokens.weight), stride=TAIL_STRIDE)
 
 
 def _own(audio: Audio) -> DecoderCache:

@@ -1,75 +1,33 @@
 """The engine's promises: options, prefix, draft, times and long recordings, on a random model and on real weights."""
 
-import json
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
 import soxr
-import tokenizers
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from models.store import RECORDINGS, find_model, recording
-from models.tokenizer import WhisperTokenizer
 from models.whisper.backend import BackendError, Backends, Offer, Writing
-from models.whisper.config import WhisperConfig
 from models.whisper.decode import Decoded
 from models.whisper.engine import WhisperEngine, WhisperStream
-from models.whisper.reference import Whisper
 from models.whisper.torch_backend import TorchBackend
 from models.whisper.vocabulary import rule_book
 from models.whisper.window import WINDOW_SAMPLES
 from streaming.capability import Capability
 from streaming.engine import Chunk, DecodeOptions, Task, UnsupportedOptionError
 from streaming.transcript import Hypothesis, Word, text_of
+from tests.models.whisper.small import noise, small_checkpoint
 from vad.audio import SAMPLE_RATE_HZ, SpeechSpan
-
-SPECIALS = ("endoftext", "startoftranscript", "en", "de", "translate", "transcribe", "startoflm", "startofprev")
-CORPUS = ("it was the best of times, it was the worst of times", "wir sind hier und dort", "sunny 😀 day")
-
-
-def tokenizer_json() -> dict[str, Any]:
-    """A small byte-level vocabulary with two languages; timestamps follow it."""
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(CORPUS, trainer)
-    content: dict[str, Any] = json.loads(bpe.to_str())
-    first = len(content["model"]["vocab"])
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    content["added_tokens"] = [
-        {"id": first + i, "content": f"<|{name}|>", "special": True} | flags
-        for i, name in enumerate((*SPECIALS, "nospeech", "notimestamps"))
-    ]
-    return content
-
-
-@cache
-def small_model() -> tuple[Whisper, WhisperTokenizer]:
-    """A random model over a small vocabulary; it writes nonsense, by all the rules, in letters."""
-    torch.manual_seed(1)
-    tokenizer = WhisperTokenizer(tokenizer_json())
-    n_vocab = tokenizer.timestamp_begin + 1501
-    model = Whisper(WhisperConfig(80, n_vocab, 64, 1, 128, 1, 2, 1500, 448, ((0, 0), (1, 0))))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.2)
-        for token in range(tokenizer.eot):
-            if not tokenizer.decode([token]).strip().isalpha():
-                model.decoder.embed_tokens.weight[token] *= 0.01
-    return model, tokenizer
 
 
 def engine_on(*backends: type[TorchBackend]) -> WhisperEngine:
     """An engine with the small model on these backends."""
-    model, tokenizer = small_model()
+    model, tokenizer = small_checkpoint()
     rules = rule_book(tokenizer, model.config.n_vocab)
     offers = [Offer(kind.__name__, partial(kind, model, rules)) for kind in backends]
     return WhisperEngine(Backends(offers, model="small"), model.config, tokenizer, name="small")
@@ -78,10 +36,6 @@ def engine_on(*backends: type[TorchBackend]) -> WhisperEngine:
 @cache
 def small() -> WhisperEngine:
     return engine_on(TorchBackend)
-
-
-def noise(n_samples: int) -> NDArray[np.float32]:
-    return np.random.default_rng(n_samples).normal(scale=0.1, size=n_samples).astype(np.float32)
 
 
 def chunk(
