@@ -4,7 +4,7 @@ The app is the same whether uvicorn serves it, another process mounts it, or a t
 """
 
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,18 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route, WebSocketRoute
+from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 from starlette.websockets import WebSocket
 
 from gateway.config import Config, ConfigError
-from gateway.doors import native, openai_realtime
-from gateway.doors.door import DoorKind
+from gateway.doors import native, openai_realtime, openai_rest
+from gateway.doors.door import AdmissionError, DoorKind
+from gateway.exchange import Upload, exchange, read_form
+from gateway.keys import Keys
 from gateway.messages import MAX_FRAME_BYTES, EngineItem
-from gateway.server import Server
+from gateway.metrics import CONTENT_TYPE
+from gateway.server import Server, knock_of
 from gateway.session import ServedModel, model_item
 from gateway.worker import Worker
 from streaming.engine import SpeechEngine
@@ -31,6 +34,10 @@ from vad.silero import SileroDetector
 WEBSOCKET_DOORS: Mapping[str, DoorKind] = {
     "/v1/stream": native,
     "/v1/realtime": openai_realtime,
+}
+REQUEST_DOORS: Mapping[str, tuple[DoorKind, Callable[[Request], Awaitable[Upload]]]] = {
+    "/v1/audio/transcriptions": (openai_rest, read_form),
+    "/v1/audio/translations": (openai_rest, read_form),
 }
 PING_INTERVAL_S = 20.0
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo_web"
@@ -46,8 +53,13 @@ class Page(StaticFiles):
         return response
 
 
-def build_app(config: Config, engines: Mapping[str, SpeechEngine], detector: SpeechDetector | None = None) -> Starlette:
-    """The ASGI app that serves ``engines`` (name → engine, the default first).
+def build_app(
+    config: Config,
+    engines: Mapping[str, SpeechEngine],
+    detector: SpeechDetector | None = None,
+    keys: Keys | None = None,
+) -> Starlette:
+    """The ASGI app that serves ``engines`` (name → engine, the default first) to who shows one of ``keys``, if any.
 
     Raises:
         ConfigError: if a model lacks a capability that ``config`` requires.
@@ -57,7 +69,7 @@ def build_app(config: Config, engines: Mapping[str, SpeechEngine], detector: Spe
     models = {
         name: ServedModel(engine.card, EngineItem(engine.backend, engine.why)) for name, engine in engines.items()
     }
-    server = Server(models, Worker(engines, detector), detector, config)
+    server = Server(models, Worker(engines, detector), detector, config, keys)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -65,33 +77,90 @@ def build_app(config: Config, engines: Mapping[str, SpeechEngine], detector: Spe
         yield
         await server.stop()
 
+    page = [Mount("/", Page(directory=DEMO_FOLDER, html=True))] if DEMO_FOLDER.is_dir() else []
+    app = Starlette(routes=[*_doors(server), *_about(server), *page], lifespan=lifespan)
+    app.state.server = server
+    return app
+
+
+def _doors(server: Server) -> list[BaseRoute]:
+    """Where clients come in."""
+
     def websocket_route(path: str, kind: DoorKind) -> WebSocketRoute:
         async def serve(websocket: WebSocket) -> None:
             await server.serve(websocket, kind)
 
         return WebSocketRoute(path, serve)
 
+    def request_route(path: str, kind: DoorKind, read: Callable[[Request], Awaitable[Upload]]) -> Route:
+        async def answer(request: Request) -> Response:
+            return await exchange(server, kind, request, read)
+
+        return Route(path, answer, methods=["POST"])
+
+    return [
+        *(websocket_route(path, kind) for path, kind in WEBSOCKET_DOORS.items()),
+        *(request_route(path, kind, read) for path, (kind, read) in REQUEST_DOORS.items()),
+    ]
+
+
+def _about(server: Server) -> list[BaseRoute]:
+    """What tells of the server itself."""
+
     async def health(_: Request) -> JSONResponse:
         running = [
             {"model": name, "backend": served.engine.backend, "why": served.engine.why}
-            for name, served in models.items()
+            for name, served in server.models.items()
         ]
         return JSONResponse({"status": "ok", "sessions": server.n_sessions, "engines": running})
 
-    async def list_models(_: Request) -> JSONResponse:
-        items = [model_item(served.card) for served in models.values()]
-        listed = [{"name": i.name, "languages": i.languages, "capabilities": i.capabilities} for i in items]
-        return JSONResponse({"models": listed})
+    async def live(_: Request) -> JSONResponse:
+        is_stuck = server.is_stuck()
+        return JSONResponse({"status": "stuck" if is_stuck else "alive"}, status_code=503 if is_stuck else 200)
 
-    routes = [
-        *(websocket_route(path, kind) for path, kind in WEBSOCKET_DOORS.items()),
-        Route("/v1/models", list_models),
+    async def ready(_: Request) -> JSONResponse:
+        status = server.readiness()
+        return JSONResponse({"status": status}, status_code=200 if status == "ready" else 503)
+
+    def with_key(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def checked(request: Request) -> Response:
+            knock = knock_of(request)
+            if server.keys.admit(openai_rest.key_of(knock)):
+                return await answer(request)
+            error = AdmissionError(401, "invalid_api_key", "no key of this server was shown")
+            return server.refusal(openai_rest, error, knock)
+
+        return checked
+
+    async def metrics(_: Request) -> Response:
+        return Response(server.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def list_models(_: Request) -> Response:
+        listed = [_model(served) for served in server.models.values()]
+        return JSONResponse({"object": "list", "data": listed, "models": listed})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name in server.models:
+            return JSONResponse(_model(server.models[name]))
+        error = AdmissionError(404, "model_not_found", f"no model {name!r} here", param="model")
+        return server.refusal(openai_rest, error, knock_of(request))
+
+    return [
         Route("/health", health),
+        Route("/health/live", live),
+        Route("/health/ready", ready),
+        Route("/metrics", with_key(metrics)),
+        Route("/v1/models", with_key(list_models)),
+        Route("/v1/models/{name:path}", with_key(one_model)),
     ]
-    page = [Mount("/", Page(directory=DEMO_FOLDER, html=True))] if DEMO_FOLDER.is_dir() else []
-    app = Starlette(routes=[*routes, *page], lifespan=lifespan)
-    app.state.server = server
-    return app
+
+
+def _model(served: ServedModel) -> dict[str, Any]:
+    """A model as ``/v1/models`` lists it: our fields and those of OpenAI's list."""
+    item = model_item(served.card)
+    ours = {"name": item.name, "languages": item.languages, "capabilities": item.capabilities}
+    return {"id": item.name, "object": "model", "created": 0, "owned_by": "senseway", **ours}
 
 
 class UvicornServer(uvicorn.Server):
@@ -104,9 +173,9 @@ class UvicornServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(config: Config, engines: Mapping[str, SpeechEngine]) -> None:
+def run(config: Config, engines: Mapping[str, SpeechEngine], keys: Keys) -> None:
     """Serve until interrupted."""
-    UvicornServer(uvicorn_config(config, build_app(config, engines))).run()
+    UvicornServer(uvicorn_config(config, build_app(config, engines, keys=keys))).run()
 
 
 def uvicorn_config(config: Config, app: Starlette) -> uvicorn.Config:

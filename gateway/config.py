@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_PREFIX = "SENSEWAY_"
 CONFIG_PATH_VARIABLE = "SENSEWAY_CONFIG"
+API_KEYS_VARIABLE = "SENSEWAY_API_KEYS"  # read by `keys`: what is printed and may stand in a file holds no secrets
 CACHE_VARIABLE = "SENSEWAY_CACHE"  # read where files are fetched: a place on this machine, not a matter of deployment
+
+_OTHER_VARIABLES = (CONFIG_PATH_VARIABLE, CACHE_VARIABLE, API_KEYS_VARIABLE)
 
 # Any: a TOML value, the text of a variable or a parsed flag; `_coerce` gives it the field's type or refuses it.
 Settings = Mapping[str, Any]
@@ -50,12 +53,20 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8300  # 0..65535; 0 lets the system choose
     max_sessions: int = 64  # 1..10000; one more is refused with `server_full`
+    max_messages_per_s: int = 1_000  # 10..100000; of one client; who sends more is read from later
+    max_upload_mb: int = 100  # 1..4096; MiB of a request with a recording
+    idle_timeout_s: float = 600.0  # 1..86400; a client that sends nothing for so long is let go
+    api_keys_file: str = ""  # one key a line; SENSEWAY_API_KEYS holds some too. Without any, everybody is let in
+    allow_anonymous: bool = False  # listen where others can reach it, without keys
     allowed_origins: tuple[str, ...] = ()  # of web pages elsewhere that may connect, https://app.example say; *: all
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` that names setting, value and range."""
         _check_range("port", self.port, 0, 65_535)
         _check_range("max_sessions", self.max_sessions, 1, 10_000)
+        _check_range("max_messages_per_s", self.max_messages_per_s, 10, 100_000)
+        _check_range("max_upload_mb", self.max_upload_mb, 1, 4_096, " MiB")
+        _check_range("idle_timeout_s", self.idle_timeout_s, 1, 86_400, " s")
         if not self.host:
             raise ValueError("host is empty; an address to listen on is needed, 127.0.0.1 or 0.0.0.0 say")
 
@@ -147,10 +158,10 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     keys_by_variable = {variable_of(key): key for key in known_keys()}
     found = {}
     for variable, value in environ.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in (CONFIG_PATH_VARIABLE, CACHE_VARIABLE):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _OTHER_VARIABLES:
             continue
         if variable not in keys_by_variable:
-            known = ", ".join([CONFIG_PATH_VARIABLE, CACHE_VARIABLE, *keys_by_variable])
+            known = ", ".join([*_OTHER_VARIABLES, *keys_by_variable])
             raise ConfigError(f"environment: unknown variable {variable}; known are {known}")
         found[keys_by_variable[variable]] = value
     return found
@@ -247,18 +258,25 @@ def _coerce(value: Any, wanted: Any, key: str) -> Any:
     if type(value) is wanted:
         return value
     if isinstance(value, str):
-        return _parsed(value, wanted, key)
+        return _parsed(value, _truth if wanted is bool else wanted, key)
     raise ValueError(f"{key} is {value!r}; {_accepted(wanted)} is needed")
 
 
 def _parsed(text: str, wanted: Any, key: str) -> Any:
     try:
         return wanted(text)
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise ValueError(f"{key} is {text!r}; {_accepted(wanted)} is needed") from error
 
 
+def _truth(text: str) -> bool:
+    """``bool`` takes any text for true."""
+    return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+
+
 def _accepted(wanted: Any) -> str:
+    if wanted is _truth:
+        return "true or false"
     if issubclass(wanted, StrEnum):
         return "one of " + ", ".join(wanted)
-    return {int: "a whole number", float: "a number", str: "text"}[wanted]
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[wanted]

@@ -37,6 +37,7 @@ ERRORS: Final[dict[str, ErrorKind]] = {
     "unknown_session": ErrorKind(None),
     "hello_timeout": ErrorKind(4408),
     "too_slow": ErrorKind(4409),
+    "idle_timeout": ErrorKind(4411),
     "taken_over": ErrorKind(4410),
     "server_full": ErrorKind(1013),
     "internal": ErrorKind(1011),

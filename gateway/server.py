@@ -24,7 +24,6 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from gateway.batcher import Waiting, next_batch
 from gateway.config import Config
 from gateway.doors.door import (
-    Admission,
     AdmissionError,
     Door,
     DoorEffect,
@@ -41,8 +40,12 @@ from gateway.doors.door import (
 )
 from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Said, Send, UtteranceOver
 from gateway.errors import ClientError, ServerError
-from gateway.messages import Audio, Hello, Input
+from gateway.keys import Keys
+from gateway.limits import Allowance
+from gateway.messages import Audio, Error, Hello, Input
+from gateway.metrics import Metrics
 from gateway.session import DecodeJob, ServedModel, Session, State
+from gateway.timing import Timing
 from gateway.worker import Worker
 from vad.audio import seconds
 from vad.detector import DetectorState, SpeechDetector
@@ -52,6 +55,10 @@ log = logging.getLogger("senseway")
 MAX_OUTGOING = 512  # frames waiting for a client that does not read, superseded ones not counted
 MAX_GREETING = 16  # connections beyond max_sessions that have not said hello yet
 GOODBYE_TIMEOUT_S = 2.0  # for a last message to a client that may no longer read
+RETRY_AFTER_S = 5  # what a client is told that finds no room
+BURST_S = 4  # of messages at the highest rate that one client may send at once
+STUCK_S = 120.0  # no decode takes so long
+LAG_INTERVAL_S = 0.25
 
 
 class PeerGoneError(Exception):
@@ -74,9 +81,15 @@ class Transport(Protocol):
     def is_open(self) -> bool:
         """Whether ``close`` has still to be said."""
 
+    @property
+    def may_idle(self) -> bool:
+        """Whether a client that sends nothing is only waiting."""
+
 
 class WebSocketTransport:
     """A WebSocket that was accepted."""
+
+    may_idle = False
 
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket
@@ -113,9 +126,11 @@ class WebSocketTransport:
 class Connection:
     """One client: sends in order from a bounded queue, so that no session ever waits for a slow one."""
 
-    def __init__(self, transport: Transport, door: Door) -> None:
+    def __init__(self, transport: Transport, door: Door, name: str) -> None:
         self.transport = transport
         self.door = door
+        self.name = name  # of the door, in figures
+        self.has_opened = False  # a session, now or earlier
         self.seats: dict[int, Seat] = {}  # by the door's track
         self.timer: asyncio.TimerHandle | None = None  # of the door
         self._outgoing: deque[Say | Close] = deque()
@@ -186,13 +201,21 @@ class Seat:
         self.timer: asyncio.TimerHandle | None = None
         self.has_room = asyncio.Event()  # set while the session wants audio
         self.waiting_since_s: float | None = None  # for its decode
+        self.door = connection.name
+        self.timing = Timing()
+        self.counted_s = 0.0  # audio in the figures
 
 
 class Server:
     """Every session of this process, and the two loops that feed the engines and the detector."""
 
     def __init__(
-        self, models: Mapping[str, ServedModel], worker: Worker, detector: SpeechDetector, config: Config
+        self,
+        models: Mapping[str, ServedModel],
+        worker: Worker,
+        detector: SpeechDetector,
+        config: Config,
+        keys: Keys | None = None,
     ) -> None:
         self.models = models
         self.house = House(
@@ -201,23 +224,66 @@ class Server:
             session=config.session,
             aliases=dict(alias.split("=", 1) for alias in config.model_aliases),
         )
+        self.keys = keys or Keys()
+        self.metrics = Metrics()
         self._worker = worker
         self._detector = detector
         self._config = config
+        self._decoding_since_s: float | None = None
         self._seats: dict[str, Seat] = {}
         self._decode_due = asyncio.Event()
         self._score_due = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
         self._is_stopping = False
+        self.metrics.watch("decode_queue_depth", "Sessions that wait for a decode", lambda: len(self._waiting()))
+        self.metrics.watch("decode_queue_age_seconds", "How long the first of them waits", self._longest_wait_s)
+        self.metrics.watch("backlog_seconds", "The most audio that one session holds", self._backlog_s)
 
     @property
     def n_sessions(self) -> int:
         """Sessions that live, connected or waiting to be resumed."""
         return len(self._seats)
 
+    @property
+    def max_upload_bytes(self) -> int:
+        """Of a request with a recording."""
+        return self._config.server.max_upload_mb << 20
+
+    def readiness(self) -> str:
+        """``ready``, or why no new client should be sent here."""
+        if self._is_stopping:
+            return "stopping"
+        if self.is_stuck():
+            return "stuck"
+        return "full" if self._n_taken() >= self._config.server.max_sessions else "ready"
+
+    def is_stuck(self) -> bool:
+        """Whether one decode takes so long that nothing will come of it."""
+        return self._decoding_since_s is not None and self._now_s() - self._decoding_since_s > STUCK_S
+
+    def _n_taken(self) -> int:
+        """Places taken: open sessions, and connections that may open one any moment."""
+        n_open = sum(seat.session.state is not State.GREETING for seat in self._seats.values())
+        return n_open + sum(not connection.has_opened for connection in self._connections)
+
+    def _longest_wait_s(self) -> float:
+        now_s = self._now_s()
+        return max((now_s - entry.since_s for entry in self._waiting() if entry.since_s), default=0.0)
+
+    def _backlog_s(self) -> float:
+        return max((seat.session.retained_s for seat in self._seats.values()), default=0.0)
+
+    async def _measure_lag(self) -> None:
+        """How late timers are, all the time."""
+        while True:
+            due_s = self._now_s() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self.metrics.loop_lag_seconds.observe(max(0.0, self._now_s() - due_s))
+
     def start(self) -> None:
         """Start feeding engines and detector. Needs a running event loop."""
+        self._spawn(self._measure_lag())
         self._spawn(self._decode_forever())
         self._spawn(self._score_forever())
 
@@ -251,23 +317,41 @@ class Server:
         """One WebSocket at a door of this kind, from handshake to close."""
         knock = knock_of(websocket)
         try:
-            admission = self.admit(kind, knock)
+            self.check(kind, knock)
+            admission = kind.open_door(knock, self.house)
         except AdmissionError as error:
-            await websocket.send_denial_response(refusal_response(kind, error, knock))
+            await websocket.send_denial_response(self.refusal(kind, error, knock))
             return
         headers = [(name.encode(), value.encode()) for name, value in admission.headers.items()]
         await websocket.accept(admission.subprotocol, headers)
-        await self.converse(WebSocketTransport(websocket), admission.door)
+        await self.converse(WebSocketTransport(websocket), admission.door, kind.NAME)
 
-    def admit(self, kind: DoorKind, knock: Knock) -> Admission:
-        """Let a client in whose handshake is right. Raises ``AdmissionError``."""
+    def check(self, kind: DoorKind, knock: Knock) -> None:
+        """Whether a client may come in at all, whatever it wants.
+
+        Raises:
+            AdmissionError: for a page of another origin, a wrong key, or because there is no room.
+        """
         if not self._is_welcome(knock.headers):
             raise AdmissionError(
                 403,
                 "origin_not_allowed",
                 "pages of another origin may not connect; server.allowed_origins names those that may",
             )
-        return kind.open_door(knock, self.house)
+        if not self.keys.admit(kind.key_of(knock)):
+            raise AdmissionError(401, "invalid_api_key", "no key of this server was shown")
+        if self._is_stopping:
+            raise AdmissionError(503, "shutting_down", "the server stops", retry_after_s=RETRY_AFTER_S)
+        n_more = MAX_GREETING if kind.RESUMES else 0
+        if self._n_taken() >= self._config.server.max_sessions + n_more:
+            raise AdmissionError(503, "server_full", "no room for another session", retry_after_s=RETRY_AFTER_S)
+
+    def refusal(self, kind: DoorKind, error: AdmissionError, knock: Knock) -> JSONResponse:
+        """The HTTP answer to one who is refused."""
+        self.metrics.refusals.labels(kind.NAME, error.code).inc()
+        refusal = kind.refusal(error, knock)
+        retry = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+        return JSONResponse(refusal.body, status_code=error.status, headers={**retry, **refusal.headers})
 
     def _is_welcome(self, headers: Mapping[str, str]) -> bool:
         """Whether the page that a browser connects for, if it is one, is ours or allowed.
@@ -278,36 +362,50 @@ class Server:
         allowed = self._config.server.allowed_origins
         return origin is None or "*" in allowed or origin in allowed or urlsplit(origin).netloc == headers.get("host")
 
-    async def converse(self, transport: Transport, door: Door) -> None:
-        """Let a door and its client talk until either side has enough."""
-        connection = Connection(transport, door)
+    async def converse(self, transport: Transport, door: Door, name: str) -> None:
+        """Let a door and its client talk until either side has enough; ``name`` is the door's in figures."""
+        connection = Connection(transport, door, name)
         self._connections.add(connection)
+        self.metrics.connections.labels(name).inc()
         try:
             await self._converse(connection)
         finally:
+            self.metrics.connections.labels(name).dec()
             await self._end(connection)
             self._connections.discard(connection)
             connection.is_over.set()
 
     async def _converse(self, connection: Connection) -> None:
         """Feed the door with what the client sends."""
+        settings = self._config.server
+        rate_per_s = settings.max_messages_per_s
+        allowance = Allowance(rate_per_s, BURST_S * rate_per_s, now_s=self._now_s())
         self._ask(connection, connection.door.opened)
         try:
             while connection.closing is None:
-                reading = asyncio.ensure_future(connection.transport.receive())
-                await asyncio.wait({reading, connection.sender}, return_when=asyncio.FIRST_COMPLETED)
-                if not reading.done():  # the sender ended: closed, or the client is gone
-                    reading.cancel()
-                    return
-                frame = reading.result()
-                if connection.closing is not None:  # taken over, say: the session is no longer this connection's
+                frame = await self._next_frame(connection, settings.idle_timeout_s)
+                if frame is None or connection.closing is not None:  # taken over, say: the session is another's now
                     return
                 await self._take_frame(connection, frame)
                 await connection.has_room()
+                if delay_s := allowance.delay_s(self._now_s()):
+                    await asyncio.sleep(delay_s)
         except PeerGoneError:
             return
         finally:
             self._detach(connection)
+
+    async def _next_frame(self, connection: Connection, idle_timeout_s: float) -> Frame | None:
+        """What the client sends next; ``None`` when the connection ends from this side."""
+        reading = asyncio.ensure_future(connection.transport.receive())
+        timeout_s = None if connection.transport.may_idle else idle_timeout_s
+        await asyncio.wait({reading, connection.sender}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            return reading.result()
+        reading.cancel()
+        if not connection.sender.done():
+            self._give_up(connection, ServerError("idle_timeout", f"nothing was sent for {idle_timeout_s:g} s"))
+        return None
 
     async def _take_frame(self, connection: Connection, frame: Frame) -> None:
         """Hand one frame to the door and carry out its answer, with a turn for the others inside long audio."""
@@ -337,10 +435,17 @@ class Server:
             piece = Audio(data[start : start + piece_bytes])
             n_bytes_to_come = max(0, len(data) - start - piece_bytes)
             self._feed(seat, partial(self._receive_piece, seat.session, piece, n_bytes_to_come))
+            self._count_audio(connection, seat)
 
     @staticmethod
     def _receive_piece(session: Session, piece: Audio, n_bytes_to_come: int, now_s: float) -> list[Effect]:
         return session.receive(piece, now_s, n_bytes_to_come=n_bytes_to_come)
+
+    def _count_audio(self, connection: Connection, seat: Seat) -> None:
+        audio_s = seat.session.audio_s
+        self.metrics.audio_seconds.labels(connection.name).inc(audio_s - seat.counted_s)
+        seat.counted_s = audio_s
+        seat.timing.took(audio_s, self._now_s())
 
     def _detach(self, connection: Connection) -> None:
         """The connection is over: the door says what becomes of its sessions."""
@@ -361,6 +466,7 @@ class Server:
     def _give_up(self, connection: Connection, error: ServerError) -> None:
         """Say goodbye with ``error``, whether or not the client still reads."""
         if connection.closing is None:
+            self.metrics.errors.labels(error.code).inc()
             connection.hurry()
             for effect in connection.door.failed(error):
                 self._carry_out(connection, effect)
@@ -456,6 +562,8 @@ class Server:
             now_s=self._now_s(),
         )
         seat = self._seats[session.session_id] = connection.seats[track] = Seat(session, connection, track)
+        connection.has_opened = True
+        self.metrics.sessions.labels(seat.door).inc()
         self._settle(seat)
 
     def _resume(self, fresh: Seat, session_id: str, last_event: int) -> None:
@@ -526,6 +634,9 @@ class Server:
 
     def _hear(self, seat: Seat, said: Said) -> None:
         """Let the door of a session's connection, if there is one, hear what the session says."""
+        self.metrics.observe(seat.door, seat.timing.heard(said, self._now_s()))
+        if isinstance(said, Error):
+            self.metrics.errors.labels(said.code).inc()
         connection = seat.connection
         if connection is None:
             return
@@ -564,7 +675,8 @@ class Server:
         if seat.timer is not None:
             seat.timer.cancel()
         seat.has_room.set()
-        self._seats.pop(seat.session.session_id, None)
+        if self._seats.pop(seat.session.session_id, None) is not None:
+            self.metrics.sessions.labels(seat.door).dec()
         if seat.connection is not None:
             seat.connection.seats.pop(seat.track, None)
 
@@ -622,12 +734,16 @@ class Server:
 
     async def _decode(self, jobs: list[tuple[Seat, DecodeJob]]) -> None:
         batch = [((seat.session.session_id, job.stream_id), job.chunk) for seat, job in jobs]
+        self._decoding_since_s = self._now_s()
         try:
             hypotheses = await self._worker.decode(jobs[0][1].model, batch)
         except Exception:
             log.exception("a batch of %d decodes failed", len(jobs))
             await self._decode_apart(jobs)
             return
+        finally:
+            self.metrics.decode_seconds.observe(self._now_s() - (self._decoding_since_s or self._now_s()))
+            self._decoding_since_s = None
         for (seat, _), hypothesis in zip(jobs, hypotheses, strict=True):
             self._feed(seat, partial(seat.session.decoded, hypothesis))
 
@@ -685,10 +801,3 @@ def knock_of(connection: HTTPConnection) -> Knock:
         connection_id=secrets.token_hex(16),
         at_unix_s=time.time(),
     )
-
-
-def refusal_response(kind: DoorKind, error: AdmissionError, knock: Knock) -> JSONResponse:
-    """The HTTP answer to one who is refused."""
-    refusal = kind.refusal(error, knock)
-    retry = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    return JSONResponse(refusal.body, status_code=error.status, headers={**retry, **refusal.headers})

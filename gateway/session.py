@@ -300,16 +300,22 @@ class Session:
     @property
     def wants_audio(self) -> bool:
         """False while so much waits for its decode that reading more, of whatever kind, would only fill memory."""
-        return self._retained_s < MAX_RETAINED_S and self._n_barriers < MAX_BARRIERS
+        return self.retained_s < MAX_RETAINED_S and self._n_barriers < MAX_BARRIERS
 
     @property
-    def _retained_s(self) -> float:
+    def audio_s(self) -> float:
+        """Seconds of audio taken."""
+        return seconds(self._audio.end_sample)
+
+    @property
+    def retained_s(self) -> float:
+        """Seconds of audio held: a second or two, or what decoding is behind by."""
         return seconds(self._audio.end_sample - self._audio.start_sample)
 
     @property
     def _is_behind(self) -> bool:
         """Whether so much audio waits that acknowledgements are held back, for the client to slow down."""
-        return self._retained_s >= MAX_RETAINED_S / 2
+        return self.retained_s >= MAX_RETAINED_S / 2
 
     # ------------------------------------------------------------------ work for the detector
 

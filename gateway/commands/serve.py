@@ -7,11 +7,18 @@ from typing import Any
 
 from gateway.commands.failure import CommandError
 from gateway.commands.waiting import waiting
-from gateway.config import Config, ServerConfig, as_toml, load
+from gateway.config import Config, ConfigError, ServerConfig, as_toml, load
+from gateway.keys import exposure_problem, load_keys
 
 HELP = "serve transcripts over a WebSocket, and a page with a microphone"
 
-_KEYS = {"host": "server.host", "port": "server.port", "model": "models", "threads": "n_threads"}
+_KEYS = {
+    "host": "server.host",
+    "port": "server.port",
+    "model": "models",
+    "threads": "n_threads",
+    "allow_anonymous": "server.allow_anonymous",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a model to serve; repeatable, the first is the default ({defaults.models[0]})",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of one decode (0: the engine's choice)")
+    parser.add_argument(
+        "--allow-anonymous",
+        action="store_const",
+        const=True,
+        help="listen where others can reach it without asking for keys",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with these and more settings")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     config = load(flags_of(arguments), path=arguments.config)
+    keys = load_keys(config.server)
+    if problem := exposure_problem(config.server, keys):
+        raise ConfigError(problem)
     if problem := listening_problem(config.server):
         raise CommandError(f"{problem}; --port picks another")
     print(as_toml(config), end="", flush=True)
@@ -43,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         engines = {name: load_engine(name, n_threads=config.n_threads or None) for name in config.models}
     host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
     print(f"\nhttp://{host}:{config.server.port} is the page; the stream is at /v1/stream", flush=True)
-    serve_forever(config, engines)
+    serve_forever(config, engines, keys)
     return 0
 
 

@@ -149,11 +149,16 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The answer to a handshake that is accepted."""
+    """The answer to a handshake, or to an HTTP request, that is accepted.
+
+    A request's door gets the audio of its file as frames, and an empty one behind them. What it says is the body, and
+    the code of its ``Close`` the status, unless it ``is_streamed``: then the answer begins with the first frame.
+    """
 
     door: Door
     subprotocol: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    is_streamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

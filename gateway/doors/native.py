@@ -25,6 +25,7 @@ from gateway.messages import Ack, Error, Partial, ServerMessage
 
 NAME = "native"
 RESUMES = True
+KEY_SUBPROTOCOL = "senseway.key."
 _TRACK = 0
 
 
@@ -80,9 +81,12 @@ class NativeDoor:
 
 
 def key_of(knock: Knock) -> str | None:
-    """``Authorization: Bearer KEY``."""
+    """``Authorization: Bearer KEY``, or a browser's sub-protocol ``senseway.key.KEY``."""
     scheme, _, key = knock.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else None
+    if scheme.lower() == "bearer":
+        return key.strip()
+    offered = (name.removeprefix(KEY_SUBPROTOCOL) for name in knock.subprotocols if name.startswith(KEY_SUBPROTOCOL))
+    return next(offered, None)
 
 
 def open_door(knock: Knock, house: House) -> Admission:

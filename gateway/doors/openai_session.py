@@ -152,7 +152,7 @@ def updated(session: TranscriptionSession, patch: Any, house: House) -> Transcri
     if "transcription" in given:
         session = _with_transcription(session, given["transcription"], house, f"{path}.transcription")
     if "turn_detection" in given:
-        turns = _turn_detection(given["turn_detection"], f"{path}.turn_detection")
+        turns = turn_detection_of(given["turn_detection"], f"{path}.turn_detection")
         session = replace(session, turn_detection=turns)
     if "include" in body:
         session = replace(session, include=_included(body["include"], session, house))
@@ -207,13 +207,20 @@ def _model(value: Any, house: House, path: str) -> str:
 
 
 def _language(given: Mapping[str, Any], path: str) -> str | None:
-    """One language, without its region. Of several named as hints none is chosen: the model detects."""
     name = "language" if given.get("language") is not None else "languages"
     value = given.get(name)
-    choices = [value] if isinstance(value, str) else (value or [])
+    return language_of([value] if isinstance(value, str) else (value or []), f"{path}.{name}")
+
+
+def language_of(choices: Any, path: str) -> str | None:
+    """One language, without its region. Of several named as hints none is chosen: the model detects.
+
+    Raises:
+        BadValueError: for anything but a list of codes.
+    """
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
-        raise BadValueError(f"{path}.{name}", f"{path}.{name} is {value!r}; an ISO 639-1 code is needed, en say")
-    return choices[0].partition("-")[0].lower() if len(choices) == 1 else None
+        raise BadValueError(path, f"{path} is {choices!r}; an ISO 639-1 code is needed, en say")
+    return choices[0].partition("-")[0].lower() or None if len(choices) == 1 else None
 
 
 def _keywords(value: Any, path: str) -> tuple[str, ...]:
@@ -229,7 +236,12 @@ def _text(value: Any, max_characters: int, path: str) -> str:
     return value
 
 
-def _turn_detection(value: Any, path: str) -> TurnDetection | None:
+def turn_detection_of(value: Any, path: str) -> TurnDetection | None:
+    """The turns that a ``turn_detection`` object asks for, ``None`` for null.
+
+    Raises:
+        BadValueError: for another kind than ``server_vad``, or what is no number.
+    """
     if value is None:
         return None
     given = _object(value, path)

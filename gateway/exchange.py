@@ -1,0 +1,186 @@
+"""HTTP requests that carry a recording: the shell that makes one a conversation with a door.
+
+Knows forms, bodies and their limits, and that a file is decoded on a thread. Does not know what a protocol asks or
+answers; that is the door's.
+"""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message
+
+from gateway.audio_file import AudioFileError, read_audio
+from gateway.doors.door import AdmissionError, DoorKind, Frame
+from gateway.effects import Close
+from gateway.server import PeerGoneError, Server, knock_of
+
+BLOCK_SAMPLES = 16_000  # of audio handed to the door at once
+MAX_FIELD_BYTES = 1 << 20  # of a form's field that is not the file
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A request's audio file, and its form fields where it has some."""
+
+    data: bytes
+    fields: tuple[tuple[str, str], ...] = ()
+
+
+class RequestTransport:
+    """A request as a transport: what comes is its audio and an empty frame, what is sent is its answer."""
+
+    may_idle = True
+
+    def __init__(self, samples: NDArray[np.float32]) -> None:
+        """``samples`` [n] are mono at 16 kHz."""
+        self._samples = samples.astype("<f4", copy=False)
+        self._position = 0
+        self._is_ended = False
+        # Without a bound: a transcript is small, and a client that does not read it must not hold up its session.
+        self._answer: asyncio.Queue[Frame | Close | None] = asyncio.Queue()
+        self.is_gone = asyncio.Event()  # the client is not there any more
+        self.is_open = True
+
+    async def receive(self) -> Frame:
+        """The next block. Behind the last one there is nothing but the client's going away."""
+        if self.is_gone.is_set():
+            raise PeerGoneError
+        if self._position < len(self._samples):
+            block = self._samples[self._position : self._position + BLOCK_SAMPLES]
+            self._position += len(block)
+            return block.tobytes()
+        if not self._is_ended:
+            self._is_ended = True
+            return b""
+        await self.is_gone.wait()
+        raise PeerGoneError
+
+    async def send(self, frame: Frame) -> None:
+        """A piece of the body."""
+        self._answer.put_nowait(frame)
+
+    async def close(self, close: Close) -> None:
+        """The body is whole; the close code is the status."""
+        self.is_open = False
+        self._answer.put_nowait(close)
+
+    def end(self) -> None:
+        """Nothing more will be sent."""
+        self._answer.put_nowait(None)
+
+    async def answer(self) -> AsyncIterator[Frame | Close]:
+        """What the door says, up to its end."""
+        while (item := await self._answer.get()) is not None:
+            yield item
+
+
+async def exchange(
+    server: Server, kind: DoorKind, request: Request, read: Callable[[Request], Awaitable[Upload]]
+) -> Response:
+    """Answer a request that carries a recording; ``read`` takes its body apart."""
+    knock = knock_of(request)
+    try:
+        server.check(kind, knock)
+        upload = await _read_within(request, read, server.max_upload_bytes)
+        knock = replace(knock, query=knock.query + upload.fields)
+        admission = kind.open_door(knock, server.house)
+        samples = await _decoded(upload.data)
+    except AdmissionError as error:
+        return server.refusal(kind, error, knock)
+    transport = RequestTransport(samples)
+
+    async def talk() -> None:
+        try:
+            await server.converse(transport, admission.door, kind.NAME)
+        finally:
+            transport.end()
+
+    talking = asyncio.create_task(talk())
+    if admission.is_streamed:
+        return StreamingResponse(_streamed(transport, talking), headers=dict(admission.headers))
+    return await _whole(transport, talking, request, admission.headers)
+
+
+async def _streamed(transport: RequestTransport, talking: "asyncio.Task[None]") -> AsyncIterator[str | bytes]:
+    try:
+        async for item in transport.answer():
+            if not isinstance(item, Close):
+                yield item
+    finally:
+        transport.is_gone.set()
+        await talking
+
+
+async def _whole(
+    transport: RequestTransport, talking: "asyncio.Task[None]", request: Request, headers: Mapping[str, str]
+) -> Response:
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        transport.is_gone.set()
+
+    watching = asyncio.create_task(watch())
+    body, status = b"", 500
+    try:
+        async for item in transport.answer():
+            if isinstance(item, Close):
+                status = item.code
+            else:
+                body += item.encode() if isinstance(item, str) else item
+        await talking
+    finally:
+        watching.cancel()
+    return Response(body, status_code=status, headers=headers if status < 400 else {"Content-Type": "application/json"})
+
+
+async def _read_within(request: Request, read: Callable[[Request], Awaitable[Upload]], max_bytes: int) -> Upload:
+    """The upload, refused as soon as more than ``max_bytes`` are announced or have come."""
+    too_large = AdmissionError(413, "request_too_large", f"a request may have {max_bytes >> 20} MiB at most")
+    if int(request.headers.get("content-length", "0")) > max_bytes:
+        raise too_large
+    n_bytes = 0
+
+    async def receive() -> Message:
+        nonlocal n_bytes
+        message = await request.receive()
+        n_bytes += len(message.get("body", b""))
+        if n_bytes > max_bytes:
+            raise too_large
+        return message
+
+    try:
+        return await read(Request(request.scope, receive))
+    except ClientDisconnect as error:
+        raise AdmissionError(400, "incomplete_request", "the request broke off") from error
+
+
+async def read_form(request: Request) -> Upload:
+    """A multipart form with a field ``file``."""
+    try:
+        async with request.form(max_files=1, max_part_size=MAX_FIELD_BYTES) as form:
+            file = form.get("file")
+            if not isinstance(file, UploadFile):
+                raise AdmissionError(
+                    400, "missing_required_parameter", "a multipart form with a field `file` is needed", param="file"
+                )
+            fields = tuple((name, value) for name, value in form.multi_items() if isinstance(value, str))
+            return Upload(await file.read(), fields)
+    except HTTPException as error:  # what an app makes of a MultiPartException
+        raise AdmissionError(400, "invalid_form", f"not a form that can be read: {error.detail}") from error
+
+
+async def _decoded(data: bytes) -> NDArray[np.float32]:
+    """The file's samples [n], mono at 16 kHz."""
+    try:
+        samples, _ = await asyncio.to_thread(read_audio, io.BytesIO(data))
+    except AudioFileError as error:
+        raise AdmissionError(400, "invalid_file", str(error), param="file") from error
+    return samples
