@@ -390,13 +390,13 @@ def balance(program: Program) -> None:
 def joins(program: Program) -> None:
     """Whoever writes a word again has heard from all who read its last value, whatever rows a step has.
 
-    Clocks: what an SM has heard of is, for each SM, the last phase known to be over, counted across two steps. Only the
-    edges that a step's first row brings are followed, as more rows add edges and take none away; as readers count all
-    who ever may read. An SM that does several units of a phase may publish one before it reads for the next.
+    Clocks: what an SM has heard of is, for each SM, the last phase known to be over, counted across two steps. Only
+    edges that every step has are followed, those of its first row and its first two blocks, since more rows and blocks
+    add edges and take none away; as readers count all who ever may read. An SM that does several units of a phase may
+    publish one before it reads for the next.
     """
-    most_blocks = max(int(row[Phase.N_BLOCKS]) for row in program.phases)
     for slot in range(program.sizes.max_slots):
-        for n_blocks in range(1, max(most_blocks, 1) + 1):
+        for n_blocks in (1, 2):
             Joins(program, slot, n_blocks).follow()
 
 
@@ -404,7 +404,7 @@ Clock = NDArray[np.int32]  # [..., n_sms] the last event known to be over on eac
 
 
 class Joins:
-    """The clocks of two steps whose first row is of ``slot`` and has ``n_blocks`` blocks, as far as there are."""
+    """The clocks of two steps whose first row is of ``slot`` and has ``n_blocks`` blocks, if there are so many."""
 
     def __init__(self, program: Program, slot: int, n_blocks: int) -> None:
         self.program = program
@@ -456,21 +456,20 @@ class Joins:
         self.heard[self.sms, self.sms] = event
 
     def attend(self, phase: int, event: int) -> None:
-        """A unit waits for its head's columns."""
+        """A unit waits for its head's queries; which unit takes the row's key and value too depends on its position."""
         program, row = self.program, self.program.phases[phase]
         source = source_of(program, phase)
         assert source is not None  # edges() has seen to it
         n_heads, n_all = int(row[Phase.N_HEADS]), int(row[Phase.N_BLOCKS])
         is_self = row[Phase.OP] == Op.ATTEND_SELF
-        n_blocks = min(self.n_blocks, n_all)
         before = self.heard.copy()
         said: Clock = np.zeros((n_heads, len(self.sms)), np.int32)
         for head in range(n_heads):
-            for block in range(n_blocks):
+            told = self.of_queries(source.phase, head)
+            for block in range(min(self.n_blocks, n_all)):
                 unit = (self.slot * n_all + block) * n_heads + head
                 sm = (unit if is_self else (self.slot * n_heads + head) * n_all + block) % len(self.sms)
-                columns = [head, n_heads + head, 2 * n_heads + head] if is_self and block == n_blocks - 1 else [head]
-                clock = np.maximum(before[sm], self.of_columns(source.phase, columns))
+                clock = np.maximum(before[sm], told)
                 for buffer in ((phase + 1, Phase.OUTPUT), (phase + 1, Phase.PARTIAL)):
                     self.must_be_over(phase, buffer, sm, clock)
                 said[head] = np.maximum(said[head], clock)
@@ -479,14 +478,14 @@ class Joins:
         self.heard[self.sms, self.sms] = event
         self.said[phase] = said
 
-    def of_columns(self, phase: int, heads: list[int]) -> Clock:
-        """What comes with the columns of these heads of a linear's rows."""
+    def of_queries(self, phase: int, head: int) -> Clock:
+        """What comes with the columns of a head of a linear's rows."""
         per_head = self.program.sizes.head_size // GRANULE_ROWS
-        n = self.program.tasks[:, phase, Task.N_GRANULES]
-        first = self.program.tasks[n > 0, phase, Task.FIRST_GRANULE].astype(np.int64)
-        end = first + n[n > 0]
-        owns = np.any([(first < (head + 1) * per_head) & (end > head * per_head) for head in heads], axis=0)
-        told: Clock = self.said[phase][owns].max(axis=0)
+        n = self.program.tasks[:, phase, Task.N_GRANULES].astype(np.int64)
+        first = self.program.tasks[:, phase, Task.FIRST_GRANULE].astype(np.int64)
+        writers = np.flatnonzero(n)  # whose words of the phase are in ``said``, in this order
+        owns = (first < (head + 1) * per_head) & (first + n > head * per_head)
+        told: Clock = self.said[phase][owns[writers]].max(axis=0)
         return told
 
     def combine(self, phase: int, event: int) -> None:
