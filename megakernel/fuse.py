@@ -99,8 +99,6 @@ class _Fusion:
         if isinstance(op, LayerNorm):
             norm = Norm(op.gamma, op.beta, op.epsilon)
             x, op = op.x, self.ops[op.x]
-        if isinstance(op, LayerNorm):
-            raise CompileError(STAGE, node.name, "reads a norm of a norm")
         if not isinstance(op, Embed):
             return x, None, norm
         if self.n_fused:

@@ -136,6 +136,7 @@ def verify(graph: Graph) -> None:
     _verify_names(graph)
     widths_of(graph)
     _verify_end(graph)
+    _verify_all_is_read(graph)
     _verify_caches(graph)
 
 
@@ -179,10 +180,6 @@ def _verify_names(graph: Graph) -> None:
     for name, count in Counter(node.name for node in graph.nodes).items():
         if count > 1 or not name:
             raise CompileError(STAGE, name, "each value has a name of its own")
-    used = {constant for node in graph.nodes for constant in constants_of(node.op)}
-    for constant in graph.constants:
-        if constant not in used:
-            raise CompileError(STAGE, constant, "is a constant that no node reads")
 
 
 def _verify_end(graph: Graph) -> None:
@@ -194,10 +191,17 @@ def _verify_end(graph: Graph) -> None:
     ops = {node.name: node.op for node in graph.nodes}
     if not isinstance(last.op, Select) or not isinstance(ops[last.op.head], Head):
         raise CompileError(STAGE, last.name, "the Select of a Head ends the step")
+
+
+def _verify_all_is_read(graph: Graph) -> None:
     read = {value for node in graph.nodes for value in operands_of(node.op)}
     for node in graph.nodes[:-1]:
         if node.name not in read:
             raise CompileError(STAGE, node.name, "is made and never read")
+    used = {constant for node in graph.nodes for constant in constants_of(node.op)}
+    for constant in graph.constants:
+        if constant not in used:
+            raise CompileError(STAGE, constant, "is a constant that no node reads")
 
 
 def _verify_caches(graph: Graph) -> None:
