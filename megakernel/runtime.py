@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import FaultError
+from .errors import FaultError, RequestError
 from .isa import CommandKind, Control, FaultKind, Op, Phase
 from .launcher import Event, Mode, Start
 from .mailbox import DoneRecord, Mailbox, Record, SlotRecord
@@ -134,6 +134,7 @@ class Runtime:
         self._stalls: deque[tuple[int, int]] = deque()
         self._is_running = False
         self._asked_to_leave = False
+        self._yield_number = 0  # of the last YIELD among the commands
         self._aborted_at_s: float | None = None
         self._started_at_s = 0.0
         self._beat = 0
@@ -207,6 +208,20 @@ class Runtime:
             time.sleep(_POLL_S)
         return records
 
+    def leave(self) -> None:
+        """Have the kernel leave now rather than after its idle time, and return when it has: the GPU is others' then.
+
+        Raises:
+            RequestError: if a slot is open.
+            FaultError, DriverError: as ``records``.
+        """
+        if self._slots:
+            raise RequestError(f"{len(self._slots)} slots are open: the kernel stays for them")
+        if self._is_running:
+            self._ask_to_leave()
+        while self._is_running:
+            self.records()
+
     def close(self) -> None:
         """Drop every slot, have the kernel leave, free what it used."""
         self._queue.clear()
@@ -241,10 +256,13 @@ class Runtime:
         if not self._is_running:
             self._launches.wait_for(after)  # the launch that sees the command comes behind it
             return True
-        if self.mode is Mode.LOOP and not self._asked_to_leave:
-            self._asked_to_leave = True
-            self._mailbox.give(CommandKind.YIELD)
+        self._ask_to_leave()
         return False
+
+    def _ask_to_leave(self) -> None:
+        if self.mode is Mode.LOOP and not self._asked_to_leave and self._mailbox.has_room:
+            self._asked_to_leave = True
+            self._yield_number = self._mailbox.give(CommandKind.YIELD)
 
     def _give(self, command: _Command) -> None:
         if command.words is not None:
@@ -325,6 +343,8 @@ class Runtime:
         if not self._goes_on:
             self._n_steps += int(control[Control.N_STEPS])
         behind = (self._mailbox.n_commands - int(control[Control.N_COMMANDS])) & _COMMAND_COUNT_MASK
+        if behind == 1 and self._yield_number == self._mailbox.n_commands:
+            behind = 0  # it left before it was asked to
         self._mailbox.n_carried_out = self._mailbox.n_commands - behind
 
     # --- faults ---
