@@ -217,7 +217,7 @@ class _Launch:
             wait = waits.get(sm)
             if wait and self.fault:
                 del running[sm]
-            elif wait and not exchange.is_ready(sm, wait):
+            elif wait and not exchange.is_ready(wait):
                 looked[sm] = exchange.version
             else:
                 waits.pop(sm, None)
