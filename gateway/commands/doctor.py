@@ -101,9 +101,17 @@ def _cpu_flags() -> set[str]:
 
 
 def gpu() -> Iterator[Finding]:
-    """Whether there is a CUDA device and what is missing to use it."""
+    """Whether there is a CUDA device, what is missing to use it, and what Whisper would compute with."""
     import torch
 
+    from models.whisper.backend import explain
+    from models.whisper.loading import reasons
+
+    known = reasons()
+    backend = next(name for name, reason in known.items() if reason is None)
+    missing = "; ".join(explain({name: reason for name, reason in known.items() if reason}))
+    verdict = Verdict.LESS if missing else Verdict.GOOD
+    yield Finding(verdict, "whisper", f"computes on {backend}; {missing}" if missing else f"computes on {backend}")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)

@@ -6,7 +6,7 @@ does not know devices, text or streams.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -93,13 +93,14 @@ class Backends:
     def __init__(self, offers: Sequence[Offer], *, model: str) -> None:
         self._offers = list(offers)
         self._model = model
-        self._reasons: list[str] = []  # why the faster ones are not in use
+        self._absent: dict[str, str] = {}  # faster one → why it can't be used
+        self._failed: list[str] = []
         self.name, self.current = self._open_first()
 
     @property
     def why(self) -> str:
         """Why this one is in use and no faster one."""
-        return "; ".join(self._reasons) or "the fastest there is"
+        return "; ".join([*self._failed, *explain(self._absent)]) or "the fastest there is"
 
     def replace(self, error: BackendError) -> None:
         """Go on with the next one, since the current one failed.
@@ -110,7 +111,7 @@ class Backends:
         self.current.close()
         if len(self._offers) == 1:
             raise error
-        self._reasons.append(f"{self.name} failed: {error}")
+        self._failed.append(f"{self.name} failed: {error}")
         failed = self._offers.pop(0).name
         self.name, self.current = self._open_first()
         log.warning("%s: %s failed and %s goes on: %s", self._model, failed, self.name, error)
@@ -120,5 +121,13 @@ class Backends:
             try:
                 return self._offers[0].name, self._offers[0].open()
             except BackendError as error:
-                self._reasons.append(f"no {self._offers.pop(0).name}: {error}")
+                self._absent[self._offers.pop(0).name] = str(error)
         return self._offers[0].name, self._offers[0].open()
+
+
+def explain(reasons: Mapping[str, str]) -> list[str]:
+    """One line for each reason, with the backends that it keeps away."""
+    return [
+        f"no {' or '.join(name for name, own in reasons.items() if own == reason)}: {reason}"
+        for reason in dict.fromkeys(reasons.values())
+    ]

@@ -8,10 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megakernel.graph import Builder, Graph
+from megakernel.isa import REQUEST_TOKENS
 from megakernel.ops import Sizes
 from megakernel.request import Request as SlotRequest
 
@@ -81,8 +83,8 @@ def dumped_heads_of(config: WhisperConfig) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(set(config.alignment_heads)))
 
 
-def graph_constants(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[np.float32]]:
-    """The graph's constants from HF-named tensors of any float type on any device.
+def graph_constants(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The graph's constants from HF-named tensors, in their float type and on their device.
 
     Names are the same but for queries, keys and values, which are one linear in the graph; keys have no bias. Raises
     KeyError for a tensor that is missing.
@@ -90,17 +92,17 @@ def graph_constants(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, ND
     return {name: _constant(name, tensors) for name in graph.constants}
 
 
-def _constant(name: str, tensors: Mapping[str, Tensor]) -> NDArray[np.float32]:
+def _constant(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     if ".qkv_proj." not in name:
-        return _array(tensors[name])
-    parts = [_array(tensors[name.replace(".qkv_proj.", f".{part}_proj.")]) for part in "qv"]
-    keys = _array(tensors[name.replace(".qkv_proj.", ".k_proj.")]) if name.endswith("weight") else 0 * parts[0]
-    return np.concatenate([parts[0], keys, parts[1]])
+        return tensors[name].detach()
+    queries, values = (tensors[name.replace(".qkv_proj.", f".{part}_proj.")] for part in "qv")
+    keys = tensors[name.replace(".qkv_proj.", ".k_proj.")] if name.endswith("weight") else torch.zeros_like(queries)
+    return torch.cat([queries, keys, values]).detach()
 
 
-def _array(tensor: Tensor) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = tensor.detach().float().cpu().numpy()
-    return array
+def as_arrays(constants: Mapping[str, Tensor]) -> dict[str, NDArray[np.float32]]:
+    """The same for what computes in numpy."""
+    return {name: tensor.float().cpu().numpy() for name, tensor in constants.items()}
 
 
 def rule_bitmaps(every_rules: Sequence[Rules]) -> NDArray[np.uint32]:
@@ -130,12 +132,12 @@ def slot_request(
     """What a slot of the megakernel is asked for ``request``; its tokens are those that ``decode`` would write."""
     special = rules.special
     n_forced = len(request.head) + len(request.prefix)
-    max_tokens = min(request.max_tokens, config.n_text_positions - n_forced)
+    max_tokens = max(request.room(config.n_text_positions), 1)
     n_marks = config.n_vocab - special.timestamp_begin
     return SlotRequest(
         head=request.head,
         prefix=request.prefix,
-        draft=request.draft[: max_tokens - 1],
+        draft=request.draft[: min(max_tokens - 1, REQUEST_TOKENS - n_forced)],
         max_tokens=max_tokens,
         n_positions=n_positions,
         n_plain=n_plain,

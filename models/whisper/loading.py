@@ -4,20 +4,34 @@ Knows which backend needs what. Does not know what an engine does with them.
 """
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from megakernel.compile import compile_program
+from megakernel.cubin import compiler_version
+from megakernel.device import find_device, target_for
+from megakernel.errors import CompileError, DeviceError
+from megakernel.launcher import Launcher, Mode
+from megakernel.runtime import Runtime
 
 from ..store import ModelFiles, read_config
 from ..timeline import Timeline
 from ..tokenizer import WhisperTokenizer
 from ..weights import read_weights
+from ..wheels import cache_folder
 from .backend import Backend, BackendError, Backends, Offer, device_errors
 from .config import WhisperConfig
 from .cpu import pack
 from .decode import RuleBook
+from .graph import decoder_graph, graph_constants
+from .megakernel_backend import MegakernelBackend, bitmaps
 from .reference import Whisper
-from .torch_backend import TorchBackend
+from .stage import Listener, Stage, buckets
+from .torch_backend import TorchBackend, silent_tail
 from .vocabulary import rule_book
 
 log = logging.getLogger(__name__)
@@ -44,7 +58,7 @@ def load(files: ModelFiles, *, name: str, n_threads: int | None) -> tuple[Backen
 
     def take_model() -> Whisper:
         with timeline.part("weights"):
-            return held[0] if held else read_model(files)
+            return held.pop() if held else read_model(files)
 
     backends = Backends(offers(take_model, rules, timeline), model=name)
     held.clear()
@@ -69,10 +83,12 @@ def offers(take_model: Callable[[], Whisper], rules: RuleBook, timeline: Timelin
     """The backends, fastest first. ``take_model`` gives the network, on the CPU, for the taker to keep."""
 
     def open_torch_cuda() -> Backend:
-        if reason := why_no_cuda():
+        if reason := why_no_cuda() or why_no_answer():
             raise BackendError(reason)
-        with device_errors(), timeline.part("weights to the device"):
-            return TorchBackend(take_model().to("cuda", torch.bfloat16), rules)
+        with device_errors():
+            model = take_model()
+            with timeline.part("weights to the device"):
+                return TorchBackend(model.to("cuda", torch.bfloat16), rules)
 
     def open_torch_cpu() -> Backend:
         model = take_model()
@@ -80,7 +96,95 @@ def offers(take_model: Callable[[], Whisper], rules: RuleBook, timeline: Timelin
             pack(model)
             return TorchBackend(model, rules)
 
-    return [Offer(TORCH_CUDA, open_torch_cuda), Offer(TORCH_CPU, open_torch_cpu)]
+    return [
+        Offer(MEGAKERNEL, lambda: open_megakernel(take_model, rules, timeline)),
+        Offer(TORCH_CUDA, open_torch_cuda),
+        Offer(TORCH_CPU, open_torch_cpu),
+    ]
+
+
+def open_megakernel(
+    take_model: Callable[[], Whisper], rules: RuleBook, timeline: Timeline, *, mode: Mode = Mode.LOOP
+) -> MegakernelBackend:
+    """The backend on the first GPU.
+
+    Raises:
+        BackendError: if there is none that is good enough, or anything goes wrong on the way.
+    """
+    if reason := why_no_megakernel():
+        raise BackendError(reason)
+    with _loading_errors():
+        return _on_device(take_model(), rules, timeline, mode)
+
+
+def _on_device(model: Whisper, rules: RuleBook, timeline: Timeline, mode: Mode) -> MegakernelBackend:
+    config, bits = model.config, bitmaps(rules)
+    with timeline.part("device"):
+        device = find_device()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it out
+    with timeline.part("weights to the device"):
+        model = model.to("cuda")
+        torch.cuda.synchronize()
+    with timeline.part("program"):
+        graph = decoder_graph(config, rules.special, n_cross_positions=config.n_audio_positions)
+        program = compile_program(graph, target_for(device))
+    with timeline.part("kernel and tape"):  # the launcher's own line in the log tells them apart
+        constants = graph_constants(graph, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
+        launcher = Launcher.load(program, constants, bits, device=device, cache=cache_folder() / "cubins")
+        runtime = Runtime(program, launcher, n_rules=len(bits), mode=mode)
+    with timeline.part("silence"):
+        stage = Stage(model, silent_tail(model), launcher.buffers.cross_cache)
+    del model
+    with timeline.part("encoder graphs"), torch.inference_mode():
+        torch.cuda.synchronize()  # what was made on torch's own stream is used on another
+        listener = Listener(stage, stream)
+        listener.prepare([(1, n_encoded) for n_encoded in buckets(config.n_audio_positions)])
+    return MegakernelBackend(runtime, launcher.buffers.scores, listener, config, rules, stream=stream)
+
+
+@contextmanager
+def _loading_errors() -> Iterator[None]:
+    """Whatever keeps a program from running is a reason to take another backend, and to say so."""
+    try:
+        with device_errors():
+            yield
+    except (CompileError, ImportError) as error:
+        raise BackendError(f"{type(error).__name__}: {error}") from error
+
+
+def why_no_megakernel() -> str | None:
+    """What keeps the megakernel from running here, ``None`` if nothing is known to; nothing is loaded to find out."""
+    if reason := why_no_cuda():
+        return reason
+    try:
+        find_device()
+        compiler_version()
+    except DeviceError as error:
+        return str(error)
+    return None
+
+
+def why_no_answer() -> str | None:
+    """Whether a kernel that went astray still has the device, which then would answer nobody."""
+    with device_errors():
+        torch.zeros(1, device="cuda")
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it out
+        done.record()
+        deadline_s = time.monotonic() + _ANSWER_WITHIN_S
+        while not done.query():
+            if time.monotonic() > deadline_s:
+                return f"the device has not answered for {_ANSWER_WITHIN_S:.0f} s"
+            time.sleep(_POLL_S)
+    return None
+
+
+_ANSWER_WITHIN_S = 5.0
+_POLL_S = 0.001
+
+
+def reasons() -> dict[str, str | None]:
+    """Every backend, fastest first, and what keeps it from running here, if anything does."""
+    return {MEGAKERNEL: why_no_megakernel(), TORCH_CUDA: why_no_cuda(), TORCH_CPU: None}
 
 
 def why_no_cuda() -> str | None:

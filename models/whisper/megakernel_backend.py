@@ -5,6 +5,7 @@ requests and records. Does not know how the device runs (``megakernel.runtime``)
 (``stage.py``).
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megakernel.errors import DeviceError, RequestError
-from megakernel.isa import REQUEST_TOKENS, EndReason
+from megakernel.isa import EndReason
 from megakernel.mailbox import DoneRecord, Record, TokenRecord
 from megakernel.request import Request as SlotRequest
 
@@ -25,6 +26,8 @@ from .config import SpecialTokens, WhisperConfig
 from .decode import Decoded, Request, RuleBook, Rules
 from .graph import rule_bitmaps, slot_request
 from .stage import Listener, n_attended, on
+
+log = logging.getLogger(__name__)
 
 
 class SlotRuntime(Protocol):
@@ -43,7 +46,7 @@ class SlotRuntime(Protocol):
     def burst(self) -> None:
         """Begin with what was opened."""
 
-    def wait(self, timeout_s: float) -> list[Record]:
+    def wait(self, timeout_s: float) -> Sequence[Record]:
         """The next records; none after ``timeout_s``, or when nothing is open."""
 
     def close(self) -> None:
@@ -172,16 +175,18 @@ class MegakernelBackend:
         self._free += [_own(audio).slot for audio in audios]
 
     def close(self) -> None:
-        """See ``Backend``."""
-        self._runtime.close()
+        """See ``Backend``. A kernel that can't be stopped keeps its memory, and perhaps the device."""
+        try:
+            self._runtime.close()
+        except DeviceError as error:
+            log.warning("the device was not given back: %s", error)
 
     def _slot_request(
         self, audio: SlotAudio, request: Request, rules: Rules, rules_index: int, *, temperature: float = 0.0
     ) -> SlotRequest:
         n_tail, stride = self._listener.stage.n_tail, self._listener.stage.stride
-        room = REQUEST_TOKENS - len(request.head) - len(request.prefix)
         return slot_request(
-            replace(request, draft=request.draft[:room] if temperature == 0 else ()),
+            request if temperature == 0 else replace(request, draft=()),
             rules,
             self._config,
             rules_index=rules_index,

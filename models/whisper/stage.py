@@ -49,6 +49,11 @@ def bucket(lengths: Sequence[int], n_audio_positions: int) -> int:
     return min(_round_up(longest, step), _masked_room(n_audio_positions))
 
 
+def buckets(n_audio_positions: int) -> list[int]:
+    """Every length that ``bucket`` gives."""
+    return sorted({bucket([n_positions], n_audio_positions) for n_positions in range(1, n_audio_positions + 1)})
+
+
 def _masked_room(n_audio_positions: int) -> int:
     """The largest bucket with silence behind: aligned, and told apart from the full windows' by its length."""
     return _round_up(n_audio_positions + 1, _ALIGNMENT)

@@ -40,6 +40,11 @@ def test_the_first_that_opens_is_in_use_and_the_reasons_say_why_no_faster_one() 
     assert backends.why == "no fast: no device; no middle: too little memory"
 
 
+def test_a_reason_that_two_share_is_told_once() -> None:
+    offers = [Offer(name, refuses("no device")) for name in ("fast", "middle")] + [Offer("slow", opens(Idle()))]
+    assert Backends(offers, model="m").why == "no fast or middle: no device"
+
+
 def test_the_fastest_needs_no_reason() -> None:
     backends = Backends([Offer("fast", opens(Idle())), Offer("slow", refuses("never asked"))], model="m")
     assert (backends.name, backends.why) == ("fast", "the fastest there is")

@@ -20,6 +20,7 @@ from megakernel.select import Emitted, Slot, rows_of_step
 from models.whisper.config import SpecialTokens, WhisperConfig
 from models.whisper.decode import Request, Rules, decode, mask_logits
 from models.whisper.graph import (
+    as_arrays,
     decoder_graph,
     dumped_heads_of,
     graph_constants,
@@ -58,7 +59,7 @@ def model() -> Whisper:
 def network(model: Whisper) -> Network:
     graph = decoder_graph(CONFIG, SPECIAL, n_cross_positions=N_CROSS_POSITIONS)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    return network_of(fuse.fuse(graph), graph.sizes, graph_constants(graph, tensors))
+    return network_of(fuse.fuse(graph), graph.sizes, as_arrays(graph_constants(graph, tensors)))
 
 
 def listen(model: Whisper, n_positions: int, seed: int, bias: float = 0.0) -> DecoderCache:

@@ -27,7 +27,7 @@ from models.whisper.backend import Backends, Offer, Writing
 from models.whisper.decode import Request as WhisperRequest
 from models.whisper.decode import RuleBook
 from models.whisper.engine import WhisperEngine, WhisperStream
-from models.whisper.graph import decoder_graph, graph_constants
+from models.whisper.graph import as_arrays, decoder_graph, graph_constants
 from models.whisper.loading import read_model
 from models.whisper.megakernel_backend import MegakernelBackend, bitmaps
 from models.whisper.reference import DecoderCache, Whisper
@@ -136,7 +136,7 @@ def on_evaluate(model: Whisper, rules: RuleBook) -> MegakernelBackend:
     config = model.config
     graph = decoder_graph(config, rules.special, n_cross_positions=config.n_audio_positions)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    network = network_of(fuse(graph), graph.sizes, graph_constants(graph, tensors))
+    network = network_of(fuse(graph), graph.sizes, as_arrays(graph_constants(graph, tensors)))
     memory = Memory.empty(graph.sizes, network.n_score_heads)
 
     def logits_of(rows: Sequence[Row]) -> NDArray[np.float32]:
