@@ -65,7 +65,7 @@ class Slot:
 
     @staticmethod
     def of(request: Request, ticket: int) -> "Slot":
-        """A slot as it is opened. Where tokens are drawn a draft is not tried: what is drawn is not what was guessed."""
+        """A slot as it is opened. Where tokens are drawn no draft is tried: what is drawn is not what was guessed."""
         if request.inverse_temperature > 0:
             request = replace(request, draft=())
         return Slot(request, ticket, Written(), segment_first=-len(request.prefix))
