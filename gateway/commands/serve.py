@@ -1,6 +1,7 @@
 """`senseway serve`: load the models and serve until interrupted."""
 
 import argparse
+import logging
 import socket
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if problem := listening_problem(config.server):
         raise CommandError(f"{problem}; --port picks another")
     print(as_toml(config), end="", flush=True)
+    _tell_what_loading_does()
     with waiting("loading speech detector and models"):
         from gateway.app import run as serve_forever  # uvicorn, onnxruntime
         from models.catalog import load_engine  # torch
@@ -61,6 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"\nhttp://{host}:{config.server.port} is the page; the stream is at /v1/stream", flush=True)
     serve_forever(config, engines, keys)
     return 0
+
+
+def _tell_what_loading_does() -> None:
+    """What models compute on, why, and what their start spent its time on; otherwise only warnings are shown."""
+    logging.basicConfig(format="%(message)s")
+    for name in ("models", "megakernel"):
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def listening_problem(server: ServerConfig) -> str | None:
