@@ -763,9 +763,16 @@ class Server:
         while True:
             await self._score_due.wait()
             self._score_due.clear()
-            due = [(seat, work) for seat in self._seats.values() if (work := seat.session.windows_to_score())]
+            due = [(seat, work) for seat in list(self._seats.values()) if (work := self._take_windows(seat))]
             if due:
                 await self._score(due)
+
+    def _take_windows(self, seat: Seat) -> tuple[DetectorState, NDArray[np.float32]] | None:
+        try:
+            return seat.session.windows_to_score()
+        except Exception:  # noqa: BLE001  # as in _feed: this session ends, the loop goes on for the others
+            self._fail_seat(seat)
+            return None
 
     async def _score(self, due: list[tuple[Seat, tuple[DetectorState, NDArray[np.float32]]]]) -> None:
         try:

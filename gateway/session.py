@@ -790,9 +790,7 @@ def _gate_from(message: Hello | Update, base: GateSettings) -> GateSettings:
     return replace(
         base,
         threshold=threshold,
-        negative_threshold=max(
-            0.01, base.negative_threshold * threshold / base.threshold
-        ),  # hysteresis keeps its ratio
+        negative_threshold=max(0.01, base.negative_threshold * (threshold / base.threshold)),  # hysteresis as before
         hangover_ms=_or(message.hangover_ms, base.hangover_ms),
         pre_roll_ms=_or(message.pre_roll_ms, base.pre_roll_ms),
     )

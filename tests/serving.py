@@ -2,13 +2,14 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from gateway.app import UvicornServer, build_app, uvicorn_config
 from gateway.config import Config, ServerConfig, SessionConfig
+from gateway.keys import Keys
 from streaming.engine import SpeechEngine
 from vad.detector import SpeechDetector
 from vad.energy import EnergyDetector
@@ -24,7 +25,9 @@ def speech(duration_s: float, before_s: float = 0.5, after_s: float = 1.0) -> by
 
 
 @contextmanager
-def served(engine: SpeechEngine, detector: SpeechDetector | None = None, **server: object) -> Iterator[str]:
+def served(
+    engine: SpeechEngine, detector: SpeechDetector | None = None, *, keys: Sequence[str] = (), **server: object
+) -> Iterator[str]:
     """A server on a free port, on a thread of its own; gives its address."""
     config = Config(
         models=(engine.card.name,),
@@ -38,7 +41,7 @@ def served(engine: SpeechEngine, detector: SpeechDetector | None = None, **serve
             await super().startup(sockets)
             ready.set()
 
-    app = build_app(config, {engine.card.name: engine}, detector or EnergyDetector())
+    app = build_app(config, {engine.card.name: engine}, detector or EnergyDetector(), Keys(keys))
     uvicorn_server = Server(uvicorn_config(config, app))
     thread = threading.Thread(target=uvicorn_server.run, daemon=True)
     thread.start()

@@ -1,0 +1,117 @@
+"""Recordings by POST, over sockets."""
+
+import io
+import json
+from collections.abc import Iterator
+
+import httpx2
+import numpy as np
+import pytest
+import soundfile
+
+from models.scripted import ScriptedEngine, recite
+from tests.serving import DEADLINE_S, served, speech
+
+pytestmark = pytest.mark.e2e
+
+PATH = "/v1/audio/transcriptions"
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(recite("it was the best of times it was the worst of times", start_sample=8_000))
+
+
+@pytest.fixture(scope="module")
+def address(engine: ScriptedEngine) -> Iterator[str]:
+    with served(engine, max_upload_mb=1) as found:
+        yield found
+
+
+def wav(pcm: bytes, rate_hz: int = 16_000, container: str = "WAV") -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.frombuffer(pcm, "<i2"), rate_hz, format=container)
+    return file.getvalue()
+
+
+def post(address: str, file: bytes | None, path: str = PATH, **fields: str) -> httpx2.Response:
+    files = None if file is None else {"file": ("speech.wav", file)}
+    return httpx2.post(f"http://{address}{path}", data={"model": "scripted", **fields}, files=files, timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("container", ["WAV", "FLAC", "OGG", "MP3"])
+def test_a_file_in_any_container_comes_back_as_text(address: str, container: str, engine: ScriptedEngine) -> None:
+    answer = post(address, wav(speech(2.0), container=container))
+    assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
+    assert answer.json()["text"] == "it was the best of times"
+    assert engine.n_open_streams == 0
+
+
+def test_a_stream_is_server_sent_events(address: str) -> None:
+    answer = post(address, wav(speech(2.0)), stream="true")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n") if line]
+    assert "".join(event.get("delta", "") for event in events) == events[-1]["text"] == "it was the best of times"
+
+
+def test_a_file_without_samples_has_no_text(address: str) -> None:
+    assert post(address, wav(b"")).json()["text"] == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [(b"", "invalid_file"), (b"\x00\x00\x00\x18ftypM4A ", "invalid_file"), (None, "missing_required_parameter")],
+)
+def test_what_is_no_recording_is_refused_with_what_was_seen(address: str, file: bytes | None, code: str) -> None:
+    answer = post(address, file)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == code and answer.json()["error"]["param"] == "file"
+
+
+def test_a_body_that_is_no_form_is_refused(address: str) -> None:
+    answer = httpx2.post(f"http://{address}{PATH}", content=b"x", headers={"Content-Type": "multipart/form-data"})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] in (
+        "invalid_form",
+        "missing_required_parameter",
+    )
+
+
+def test_a_request_too_large_is_refused_whether_or_not_it_says_so(address: str) -> None:
+    file = wav(speech(40.0))
+    assert post(address, file).status_code == 413
+    boundary = "x"
+    head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+    answer = httpx2.post(
+        f"http://{address}{PATH}",
+        content=iter([head, file]),  # sent in chunks, so without a length
+        headers={"Content-Type": f"multipart/form-data; boundary={boundary}"},
+        timeout=DEADLINE_S,
+    )
+    assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
+
+
+def test_a_full_server_says_when_to_come_again(engine: ScriptedEngine) -> None:
+    from tests.gateway.test_server import HELLO, hear, open_stream
+
+    with served(engine, max_sessions=1) as address, open_stream(address) as stream:
+        stream.send(json.dumps(HELLO))
+        hear(stream, "ready")
+        answer = post(address, wav(speech(1.0)))
+        assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
+        assert answer.json()["error"]["code"] == "server_full"
+
+
+def test_an_engine_that_fails_is_an_error(engine: ScriptedEngine) -> None:
+    failing = ScriptedEngine(recite("it was", start_sample=8_000), failing_decodes=frozenset(range(1, 50)))
+    with served(failing) as address:
+        answer = post(address, wav(speech(1.5)))
+    assert answer.status_code == 500 and answer.json()["error"]["code"] == "decode_failed"
+
+
+def test_models_are_listed_as_openai_has_it_and_one_by_one(address: str) -> None:
+    listed = httpx2.get(f"http://{address}/v1/models").json()
+    assert listed["object"] == "list" and listed["data"][0]["id"] == "scripted"
+    assert listed["data"][0]["object"] == "model" and listed["models"][0]["name"] == "scripted"
+    assert httpx2.get(f"http://{address}/v1/models/scripted").json()["id"] == "scripted"
+    missing = httpx2.get(f"http://{address}/v1/models/other")
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"

@@ -1,0 +1,203 @@
+"""What the server lets in, how much of it, and what it tells of itself; over sockets."""
+
+import json
+import logging
+import time
+
+import httpx2
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from models.scripted import ScriptedEngine, recite
+from tests.serving import DEADLINE_S, served, speech
+
+pytestmark = pytest.mark.e2e
+
+KEY = "sk-very-secret"
+HELLO = json.dumps({"type": "hello", "audio": {"encoding": "s16le", "sample_rate_hz": 16_000}})
+CLIENT_LOGGERS = ("websockets.client", "httpx2", "httpcore2")  # of the tests' own side
+DOORS = {"/v1/stream": "senseway.v1.json", "/v1/realtime": "realtime"}
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(recite("it was the best of times it was the worst of times", start_sample=8_000))
+
+
+def hear(stream, kind):
+    while True:
+        message = json.loads(stream.recv(timeout=DEADLINE_S))
+        if message["type"] == kind:
+            return message
+
+
+# ---------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize("path", DOORS)
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Token {KEY}"}])
+def test_a_wrong_key_is_a_401_before_the_upgrade(engine, path, headers) -> None:
+    with served(engine, keys=[KEY]) as address, pytest.raises(InvalidStatus) as caught:
+        connect(f"ws://{address}{path}", additional_headers=headers)
+    assert caught.value.response.status_code == 401
+    body = json.loads(caught.value.response.body)
+    code = body["error"]["code"] if isinstance(body["error"], dict) else body["code"]
+    assert code == "invalid_api_key"
+
+
+@pytest.mark.parametrize(("path", "subprotocol"), DOORS.items())
+def test_the_right_key_opens_in_a_header_or_a_browsers_subprotocol(engine, path, subprotocol) -> None:
+    prefix = "senseway.key." if path == "/v1/stream" else "openai-insecure-api-key."
+    with served(engine, keys=["other", KEY]) as address:
+        url = f"ws://{address}{path}"
+        with connect(url, additional_headers={"Authorization": f"Bearer {KEY}"}):
+            pass
+        with connect(url, subprotocols=[subprotocol, prefix + KEY]) as stream:
+            assert stream.subprotocol == subprotocol
+
+
+def test_requests_need_the_key_as_well_and_health_does_not(engine) -> None:
+    with served(engine, keys=[KEY]) as address:
+        for path in ("/v1/models", "/metrics", "/v1/models/scripted"):
+            assert httpx2.get(f"http://{address}{path}").status_code == 401
+            headers = {"Authorization": f"Bearer {KEY}"}
+            assert httpx2.get(f"http://{address}{path}", headers=headers).status_code == 200
+        assert httpx2.post(f"http://{address}/v1/audio/transcriptions").status_code == 401
+        for path in ("/health", "/health/live", "/health/ready"):
+            assert httpx2.get(f"http://{address}{path}").status_code == 200
+
+
+def test_a_key_never_reaches_the_log(engine, caplog, monkeypatch) -> None:
+    """Not even that of a session which ends with a fault."""
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr("gateway.session.Session.windows_to_score", lambda self: 1 / 0)
+    with served(engine, keys=[KEY]) as address:
+        for path, subprotocol in DOORS.items():
+            prefix = "senseway.key." if path == "/v1/stream" else "openai-insecure-api-key."
+            with connect(
+                f"ws://{address}{path}",
+                subprotocols=[subprotocol, prefix + KEY],
+                additional_headers={"Authorization": f"Bearer {KEY}"},
+            ) as stream:
+                stream.send(HELLO)
+                stream.send("{")
+                if path == "/v1/stream":
+                    assert hear(stream, "error")["code"] in ("internal", "bad_message")
+        httpx2.get(f"http://{address}/v1/models", headers={"Authorization": f"Bearer {KEY}"})
+    of_the_server = [record for record in caplog.records if not record.name.startswith(CLIENT_LOGGERS)]
+    assert any("failed" in record.message for record in of_the_server)
+    assert all(KEY not in record.getMessage() + str(record.exc_text) for record in of_the_server)
+
+
+# ---------------------------------------------------------------- room
+
+
+def test_a_full_server_is_a_503_before_the_upgrade_with_a_time_to_come_back(engine) -> None:
+    with served(engine, max_sessions=1) as address, connect(f"ws://{address}/v1/realtime") as stream:
+        hear(stream, "session.created")
+        with pytest.raises(InvalidStatus) as caught:
+            connect(f"ws://{address}/v1/realtime")
+        assert caught.value.response.status_code == 503
+        assert int(caught.value.response.headers["Retry-After"]) > 0
+        assert json.loads(caught.value.response.body)["error"]["code"] == "server_full"
+        assert httpx2.get(f"http://{address}/health/ready").json() == {"status": "full"}
+
+
+def test_a_place_taken_meanwhile_is_a_1013(engine) -> None:
+    with served(engine, max_sessions=2) as address, connect(f"ws://{address}/v1/realtime") as late:
+        hear(late, "session.created")
+        with connect(f"ws://{address}/v1/stream") as first, connect(f"ws://{address}/v1/stream") as second:
+            for stream in (first, second):
+                stream.send(HELLO)
+                hear(stream, "ready")
+            late.send(json.dumps({"type": "input_audio_buffer.append", "audio": "AAAA"}))
+            with pytest.raises(ConnectionClosed) as caught:
+                late.recv(timeout=DEADLINE_S)
+            assert caught.value.rcvd is not None and caught.value.rcvd.code == 1013
+
+
+# ---------------------------------------------------------------- size, rate, idle time
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_a_message_too_large_closes_with_1009_and_says_how_large_it_may_be(engine, path) -> None:
+    with served(engine) as address, connect(f"ws://{address}{path}", compression=None) as stream:
+        with pytest.raises(ConnectionClosed) as caught:
+            stream.send("x" * (3 << 20))
+            while True:
+                stream.recv(timeout=DEADLINE_S)
+        if caught.value.rcvd is not None:  # else the reset was quicker than the close
+            assert caught.value.rcvd.code == 1009 and "1048576" in caught.value.rcvd.reason
+
+
+def test_a_flood_of_messages_is_read_slowly_and_loses_nothing(engine) -> None:
+    with served(engine, max_messages_per_s=50) as address, connect(f"ws://{address}/v1/stream") as stream:
+        stream.send(HELLO)
+        began_s = time.monotonic()
+        for index in range(260):  # 200 pass at once
+            stream.send(json.dumps({"type": "flush", "id": str(index)}))
+        assert [hear(stream, "flushed")["id"] for _ in range(260)] == [str(index) for index in range(260)]
+        assert time.monotonic() - began_s >= 1.0
+
+
+@pytest.mark.parametrize(("path", "close_code"), [("/v1/stream", 4411), ("/v1/realtime", 1008)])
+def test_a_client_that_sends_nothing_is_let_go(engine, path, close_code) -> None:
+    with served(engine, idle_timeout_s=1.0) as address, connect(f"ws://{address}{path}") as stream:
+        stream.send(HELLO)
+        with pytest.raises(ConnectionClosed) as caught:
+            while True:
+                stream.recv(timeout=DEADLINE_S)
+        assert caught.value.rcvd is not None and caught.value.rcvd.code == close_code
+
+
+# ---------------------------------------------------------------- health and figures
+
+
+def test_live_and_ready_answer(engine) -> None:
+    with served(engine) as address:
+        assert httpx2.get(f"http://{address}/health/live").json() == {"status": "alive"}
+        assert httpx2.get(f"http://{address}/health/ready").json() == {"status": "ready"}
+
+
+def test_a_stuck_engine_is_neither_live_nor_ready(engine, monkeypatch) -> None:
+    monkeypatch.setattr("gateway.server.Server.is_stuck", lambda self: True)
+    with served(engine) as address:
+        assert httpx2.get(f"http://{address}/health/live").status_code == 503
+        assert httpx2.get(f"http://{address}/health/ready").json() == {"status": "stuck"}
+
+
+def figures(address: str) -> dict[str, float]:
+    text = httpx2.get(f"http://{address}/metrics").text
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+def test_figures_tell_what_happened(engine) -> None:
+    with served(engine) as address:
+        with connect(f"ws://{address}/v1/stream") as stream:
+            stream.send(HELLO)
+            hear(stream, "ready")
+            stream.send(speech(2.0))
+            hear(stream, "final")
+            stream.send("{")
+            hear(stream, "error")
+            during = figures(address)
+            stream.send(json.dumps({"type": "bye"}))
+            hear(stream, "bye")
+        with pytest.raises(InvalidStatus):
+            connect(f"ws://{address}/v1/realtime?model=other")
+        after = figures(address)
+    native = '{door="native"}'
+    assert during[f"senseway_sessions{native}"] == 1 and after[f"senseway_sessions{native}"] == 0
+    assert during[f"senseway_connections{native}"] == 1
+    assert after[f"senseway_audio_seconds_total{native}"] == 3.5
+    assert during['senseway_errors_total{code="bad_message"}'] == 1
+    assert after['senseway_refusals_total{code="model_not_found",door="openai_realtime"}'] == 1
+    for delay in ("first_partial", "time_to_final"):
+        assert after[f"senseway_{delay}_seconds_count{native}"] == 1
+    assert after[f"senseway_word_shown_seconds_count{native}"] == 6
+    assert after[f"senseway_word_settled_seconds_count{native}"] == 6
+    assert after["senseway_decode_seconds_count"] >= 1 and after["senseway_loop_lag_seconds_count"] >= 0
+    assert after["senseway_decode_queue_depth"] == 0 and after["senseway_decode_queue_age_seconds"] == 0
+    assert during["senseway_backlog_seconds"] >= 0

@@ -1,0 +1,54 @@
+"""Who may come in: keys from the environment and a file, and where one may listen without any."""
+
+from pathlib import Path
+
+import pytest
+
+from gateway.config import API_KEYS_VARIABLE, ConfigError, ServerConfig, as_toml, load
+from gateway.keys import Keys, exposure_problem, load_keys
+
+KEY = "sk-very-secret"
+
+
+def test_without_keys_everybody_is_admitted_and_with_keys_only_who_has_one() -> None:
+    assert Keys().admit(None) and Keys().admit("x") and not Keys()
+    keys = Keys([KEY, "other"])
+    assert keys and keys.admit(KEY) and keys.admit("other")
+    assert not any(keys.admit(wrong) for wrong in (None, "", KEY[:-1], KEY + "x", KEY.upper(), "é"))
+
+
+def test_keys_come_from_the_environment_and_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# of the voice team\nabc\n\n def \n")
+    keys = load_keys(ServerConfig(api_keys_file=str(path)), environ={API_KEYS_VARIABLE: f"{KEY}, ghi"})
+    assert all(keys.admit(key) for key in ("abc", "def", "ghi", KEY))
+    assert not keys.admit("# of the voice team")
+
+
+@pytest.mark.parametrize("content", [None, "", "# nothing yet\n"])
+def test_a_key_file_that_holds_none_stops_the_start(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match="api_keys_file"):
+        load_keys(ServerConfig(api_keys_file=str(path)), environ={})
+
+
+def test_no_key_shows_in_what_is_printed() -> None:
+    config = load({}, environ={API_KEYS_VARIABLE: KEY})
+    keys = Keys([KEY])
+    assert KEY not in as_toml(config) and KEY not in repr(config)
+    assert KEY not in repr(keys) + str(vars(keys))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
+def test_loopback_needs_no_key(host: str) -> None:
+    assert exposure_problem(ServerConfig(host=host), Keys()) is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "gateway.example"])
+def test_a_wider_address_needs_keys_or_an_explicit_word(host: str) -> None:
+    problem = exposure_problem(ServerConfig(host=host), Keys())
+    assert problem is not None and host in problem and "--allow-anonymous" in problem
+    assert exposure_problem(ServerConfig(host=host), Keys([KEY])) is None
+    assert exposure_problem(ServerConfig(host=host, allow_anonymous=True), Keys()) is None
