@@ -2,6 +2,8 @@
 
 import socket
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,6 +12,7 @@ import numpy as np
 from gateway.app import UvicornServer, build_app, uvicorn_config
 from gateway.config import Config, ServerConfig, SessionConfig
 from gateway.keys import Keys
+from models.scripted import ScriptedEngine
 from streaming.engine import SpeechEngine
 from vad.detector import SpeechDetector
 from vad.energy import EnergyDetector
@@ -53,3 +56,11 @@ def served(
         uvicorn_server.should_exit = True
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
+
+
+def is_freed(address: str, engine: ScriptedEngine) -> bool:
+    """Whether every engine stream comes to be closed; a closed session's may still wait for the engine's thread."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while engine.n_open_streams and time.monotonic() < deadline_s:
+        urllib.request.urlopen(f"http://{address}/health", timeout=DEADLINE_S).read()
+    return not engine.n_open_streams

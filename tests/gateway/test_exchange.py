@@ -10,7 +10,7 @@ import pytest
 import soundfile
 
 from models.scripted import ScriptedEngine, recite
-from tests.serving import DEADLINE_S, served, speech
+from tests.serving import DEADLINE_S, is_freed, served, speech
 
 pytestmark = pytest.mark.e2e
 
@@ -44,7 +44,7 @@ def test_a_file_in_any_container_comes_back_as_text(address: str, container: str
     answer = post(address, wav(speech(2.0), container=container))
     assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
     assert answer.json()["text"] == "it was the best of times"
-    assert engine.n_open_streams == 0
+    assert is_freed(address, engine)
 
 
 def test_a_stream_is_server_sent_events(address: str) -> None:

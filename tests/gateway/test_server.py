@@ -24,7 +24,7 @@ from gateway.session import DecodeJob, Session
 from models.scripted import ScriptedEngine, recite
 from streaming.engine import Chunk, EngineStream
 from streaming.transcript import Hypothesis
-from tests.serving import DEADLINE_S, served, speech
+from tests.serving import DEADLINE_S, is_freed, served, speech
 from vad.detector import DetectorState
 from vad.energy import EnergyDetector
 
@@ -40,14 +40,6 @@ def sessions_become(address: str, n_sessions: int) -> bool:
         if json.load(urllib.request.urlopen(f"http://{address}/health", timeout=DEADLINE_S))["sessions"] == n_sessions:
             return True
     return False
-
-
-def is_freed(address: str, engine: ScriptedEngine) -> bool:
-    """Whether every engine stream comes to be closed; a closed session's may still wait for the engine's thread."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while engine.n_open_streams and time.monotonic() < deadline_s:
-        urllib.request.urlopen(f"http://{address}/health", timeout=DEADLINE_S).read()
-    return not engine.n_open_streams
 
 
 @pytest.fixture
