@@ -23,8 +23,9 @@
 #define RECORD_SLOTS 8192
 #define CONTROL_WORDS 16
 #define STATE_WORDS 1024
+#define DRAFT_SKIP 3
 
-enum {  // Op
+enum Op : unsigned {
     OP_LINEAR = 0,
     OP_ATTEND_SELF = 1,
     OP_ATTEND_CROSS = 2,
@@ -33,7 +34,7 @@ enum {  // Op
     OP_SELECT = 5,
 };
 
-enum {  // Flag
+enum Flag : unsigned {
     FLAG_EMBED = 1,
     FLAG_NORM = 2,
     FLAG_GELU = 4,
@@ -41,7 +42,7 @@ enum {  // Flag
     FLAG_STREAM = 16,
 };
 
-enum {  // Phase
+enum Phase : unsigned {
     PHASE_OP = 0,
     PHASE_FLAGS = 1,
     PHASE_K = 2,
@@ -60,14 +61,14 @@ enum {  // Phase
     PHASE_SCORE_HEADS = 15,
 };
 
-enum {  // Task
+enum Task : unsigned {
     TASK_FIRST_GRANULE = 0,
     TASK_N_GRANULES = 1,
     TASK_AUX = 2,
     TASK_FIRST_GROUP = 3,
 };
 
-enum {  // Partial
+enum Partial : unsigned {
     PARTIAL_TEXT_SCORE = 0,
     PARTIAL_TEXT_TOKEN = 1,
     PARTIAL_TEXT_LOGIT = 2,
@@ -82,7 +83,7 @@ enum {  // Partial
     PARTIAL_UNUSED = 11,
 };
 
-enum {  // Request
+enum Request : unsigned {
     REQUEST_N_HEAD = 0,
     REQUEST_N_PREFIX = 1,
     REQUEST_N_DRAFT = 2,
@@ -101,25 +102,25 @@ enum {  // Request
     REQUEST_UNUSED = 15,
 };
 
-enum {  // RequestFlag
+enum RequestFlag : unsigned {
     REQUEST_FLAG_MARKERS = 1,
 };
 
-enum {  // Command
+enum Command : unsigned {
     COMMAND_KIND = 0,
     COMMAND_SLOT = 1,
     COMMAND_TICKET = 2,
     COMMAND_UNUSED = 3,
 };
 
-enum {  // CommandKind
+enum CommandKind : unsigned {
     COMMAND_KIND_OPEN = 1,
     COMMAND_KIND_CANCEL = 2,
     COMMAND_KIND_YIELD = 3,
     COMMAND_KIND_STOP = 4,
 };
 
-enum {  // Record
+enum Record : unsigned {
     RECORD_KIND = 0,
     RECORD_TICKET = 1,
     RECORD_TOKEN = 2,
@@ -130,20 +131,20 @@ enum {  // Record
     RECORD_SEQUENCE = 7,
 };
 
-enum {  // RecordKind
+enum RecordKind : unsigned {
     RECORD_KIND_TOKEN = 1,
     RECORD_KIND_SEGMENT = 2,
     RECORD_KIND_DONE = 3,
     RECORD_KIND_LEFT = 4,
 };
 
-enum {  // EndReason
+enum EndReason : unsigned {
     END_REASON_END_TOKEN = 1,
     END_REASON_LIMIT = 2,
     END_REASON_CANCELLED = 3,
 };
 
-enum {  // Parameter
+enum Parameter : unsigned {
     PARAMETER_TAPE = 0,
     PARAMETER_WARP_TILES = 1,
     PARAMETER_PHASES = 2,
@@ -175,7 +176,7 @@ enum {  // Parameter
     PARAMETER_RESIDUAL = 28,
 };
 
-enum {  // Control
+enum Control : unsigned {
     CONTROL_ABORT = 0,
     CONTROL_FAULT_KIND = 1,
     CONTROL_FAULT_SM = 2,
@@ -189,7 +190,7 @@ enum {  // Control
     CONTROL_STALL_STEP = 10,
 };
 
-enum {  // LeaveReason
+enum LeaveReason : unsigned {
     LEAVE_REASON_IDLE = 1,
     LEAVE_REASON_STEPS = 2,
     LEAVE_REASON_YIELD = 3,
@@ -197,7 +198,7 @@ enum {  // LeaveReason
     LEAVE_REASON_FAULT = 5,
 };
 
-enum {  // FaultKind
+enum FaultKind : unsigned {
     FAULT_KIND_TIMEOUT = 1,
     FAULT_KIND_ABORTED = 2,
     FAULT_KIND_NOT_FINITE = 3,

@@ -1,0 +1,102 @@
+// How SMs hand values to each other: 8-byte words {payload, epoch}, polled until the epoch is the awaited one. The value
+// is its own flag, so no fence, counter or reset is needed. Every wait has a limit; past it the SM raises a fault, and
+// from then on nobody waits: the step runs out on whatever it finds and the loop leaves.
+#pragma once
+
+#include "machine.cuh"
+
+__device__ __noinline__ void raise(const Machine m, u32 kind, u32 epoch) {
+    u32* control = m.at<u32>(PARAMETER_CONTROL);
+    m.misc().dead = 1;
+    if (atomicCAS(control + CONTROL_ABORT, 0u, 1u) == 0u) {
+        control[CONTROL_FAULT_KIND] = kind;
+        control[CONTROL_FAULT_SM] = m.sm();
+        control[CONTROL_FAULT_PHASE] = m.phase;
+        control[CONTROL_FAULT_EPOCH] = epoch;
+        __threadfence_system();
+    }
+}
+
+// A look at the clock and at whether somebody else raised a fault. → whether to give up
+__device__ __noinline__ bool look_around(const Machine m, u32 epoch, u64 since) {
+    if (load_gpu(m.at<u32>(PARAMETER_CONTROL) + CONTROL_ABORT) != 0) {
+        m.misc().dead = 1;
+        return true;
+    }
+    if (since == 0 || clock_ns() - since < m.number(PARAMETER_SPIN_NS)) return false;
+    raise(m, FAULT_KIND_TIMEOUT, epoch);
+    return true;
+}
+
+struct Wait {  // one thread's patience
+    u32 polls = 0;
+    u64 since = 0;
+
+    // Whether to give up. Cheap, called after each poll that failed.
+    __device__ __forceinline__ bool is_over(const Machine m, u32 epoch, bool limited = true) {
+        if (m.misc().dead) return true;
+        if ((++polls & 255) != 0) return false;
+        if (limited && since == 0) since = clock_ns();
+        return look_around(m, epoch, since);
+    }
+};
+
+struct Pair {  // two neighbouring words
+    u32 first, first_epoch, second, second_epoch;
+};
+
+__device__ __forceinline__ u64* words(const Machine m) { return m.at<u64>(PARAMETER_EXCHANGE); }
+
+__device__ __forceinline__ Pair peek_pair(const u64* p) {
+    u64 a, b;
+    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1},[%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+    return {(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)};
+}
+
+// Waits for two words at a 16-byte border, of which ``pair`` is the first look.
+__device__ __forceinline__ void settle(const Machine m, const u64* p, u32 epoch, Pair& pair) {
+    Wait wait;
+    while (pair.first_epoch != epoch || pair.second_epoch != epoch) {
+        if (wait.is_over(m, epoch)) break;
+        pair = peek_pair(p);
+    }
+}
+
+__device__ __forceinline__ Pair take_pair(const Machine m, const u64* p, u32 epoch) {
+    Pair pair = peek_pair(p);
+    settle(m, p, epoch, pair);
+    return pair;
+}
+
+__device__ __forceinline__ u64 peek(const u64* p) {
+    u64 word;
+    asm volatile("ld.relaxed.gpu.global.b64 %0,[%1];" : "=l"(word) : "l"(p) : "memory");
+    return word;
+}
+
+__device__ __forceinline__ u32 take(const Machine m, const u64* p, u32 epoch, bool limited = true) {
+    Wait wait;
+    u64 word = peek(p);
+    while ((u32)(word >> 32) != epoch) {
+        if (wait.is_over(m, epoch, limited)) break;
+        word = peek(p);
+    }
+    return (u32)word;
+}
+
+__device__ __forceinline__ void publish(u64* p, u32 payload, u32 epoch) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0],%1;" ::"l"(p), "l"(((u64)epoch << 32) | payload) : "memory");
+}
+
+// A pair of a row, to every replica of the rows buffer that begins at word ``buffer``.
+__device__ __forceinline__ void publish_row(const Machine m, u32 buffer, u32 n, u32 row, u32 pair, u32 payload,
+                                            u32 epoch) {
+    u64* p = words(m) + buffer + row * (n / 2) + pair;
+#pragma unroll
+    for (int replica = 0; replica < N_REPLICAS; replica++) publish(p + replica * (TARGET_ROWS * n / 2), payload, epoch);
+}
+
+// Where this SM reads a row of the rows buffer that begins at word ``buffer``.
+__device__ __forceinline__ const u64* row_words(const Machine m, u32 buffer, u32 n, u32 row) {
+    return words(m) + buffer + ((m.sm() % N_REPLICAS) * TARGET_ROWS + row) * (n / 2);
+}

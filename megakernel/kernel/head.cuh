@@ -1,0 +1,177 @@
+// HEAD: the product with the vocabulary, reduced at once. Warp r follows row r: over the batches each of its lanes keeps
+// the best token and the running log-sum-exp of both classes for the tokens it sees, and at the end the lanes merge.
+#pragma once
+
+#include "linear.cuh"
+#include "mailbox.cuh"
+
+struct LogSum {  // log of a sum of exponentials, as largest term and sum relative to it
+    float top = NEGATIVE_INFINITY, sum = 0;
+
+    __device__ __forceinline__ void add(float x) {
+        if (x == NEGATIVE_INFINITY) return;
+        if (x > top) {
+            sum = sum * expf(top - x) + 1.0f;
+            top = x;
+        } else {
+            sum += expf(x - top);
+        }
+    }
+    __device__ __forceinline__ void merge_across(int mask) {
+        float other_top = __shfl_xor_sync(0xffffffffu, top, mask), other_sum = __shfl_xor_sync(0xffffffffu, sum, mask);
+        float both = fmaxf(top, other_top);
+        if (both == NEGATIVE_INFINITY) return;
+        // the same order of terms on both lanes: the lower lane's first
+        float mine = sum * expf(top - both), theirs = other_sum * expf(other_top - both);
+        sum = (threadIdx.x & mask) ? theirs + mine : mine + theirs;
+        top = both;
+    }
+    __device__ __forceinline__ float value() const { return top == NEGATIVE_INFINITY ? top : top + logf(sum); }
+};
+
+struct Best {  // ties go to the lower token
+    float score = NEGATIVE_INFINITY, logit = NEGATIVE_INFINITY;
+    u32 token = 0xffffffffu;
+
+    __device__ __forceinline__ void offer(float s, float l, u32 t) {
+        if (s > score || (s == score && t < token)) {
+            score = s;
+            logit = l;
+            token = t;
+        }
+    }
+    __device__ __forceinline__ void merge_across(int mask) {
+        float s = __shfl_xor_sync(0xffffffffu, score, mask), l = __shfl_xor_sync(0xffffffffu, logit, mask);
+        u32 t = __shfl_xor_sync(0xffffffffu, token, mask);
+        offer(s, l, t);
+    }
+};
+
+__device__ __forceinline__ u32 mix(u32 x) {
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+// Gumbel noise that depends on nothing but its arguments.
+__device__ __forceinline__ float gumbel(u32 seed, u32 position, u32 token) {
+    u32 h = mix(token + mix(position + mix(seed)));
+    float u = ((float)(h >> 9) + 0.5f) * 1.1920928955078125e-7f;  // 2^-23
+    return -logf(-logf(u));
+}
+
+struct Tally {  // one lane's view of one row's logits
+    Best text, mark;
+    LogSum text_sum, mark_sum, all_sum;
+    float watched = NEGATIVE_INFINITY;
+
+    __device__ __forceinline__ void see(const Row& row, const Slot& slot, u32 token, float logit, bool suppressed) {
+        const bool watches = row.position == slot.watch_row;
+        if (watches) {
+            all_sum.add(logit);
+            if (token == slot.watch_token) watched = logit;
+        }
+        if (suppressed) return;
+        float score = logit;
+        if (slot.inverse_temperature > 0.0f)
+            score = logit * slot.inverse_temperature + gumbel(slot.seed, row.position, token);
+        if (token >= MARK_BEGIN) {
+            u32 index = token - MARK_BEGIN;
+            if (index >= row.first_mark && index < row.last_mark) {
+                mark.offer(score, logit, token);
+                mark_sum.add(logit);
+            }
+        } else if (token == END_TOKEN ? row.end : row.text) {
+            text.offer(score, logit, token);
+            text_sum.add(logit);
+        }
+    }
+    __device__ __forceinline__ void merge() {
+#pragma unroll 1
+        for (int mask = 16; mask; mask >>= 1) {
+            text.merge_across(mask);
+            mark.merge_across(mask);
+            text_sum.merge_across(mask);
+            mark_sum.merge_across(mask);
+            all_sum.merge_across(mask);
+            watched = fmaxf(watched, __shfl_xor_sync(0xffffffffu, watched, mask));
+        }
+    }
+    // One word of the result; ``which`` differs between lanes.
+    __device__ __forceinline__ u32 word(u32 which) const {
+        switch (which) {
+            case PARTIAL_TEXT_SCORE: return __float_as_uint(text.score);
+            case PARTIAL_TEXT_TOKEN: return text.token;
+            case PARTIAL_TEXT_LOGIT: return __float_as_uint(text.logit);
+            case PARTIAL_TEXT_MAX: return __float_as_uint(text_sum.top);
+            case PARTIAL_TEXT_LSE: return __float_as_uint(text_sum.value());
+            case PARTIAL_MARK_SCORE: return __float_as_uint(mark.score);
+            case PARTIAL_MARK_TOKEN: return mark.token;
+            case PARTIAL_MARK_LOGIT: return __float_as_uint(mark.logit);
+            case PARTIAL_MARK_LSE: return __float_as_uint(mark_sum.value());
+            case PARTIAL_ALL_LSE: return __float_as_uint(all_sum.value());
+            case PARTIAL_WATCHED: return __float_as_uint(watched);
+            default: return 0;
+        }
+    }
+};
+
+__device__ __forceinline__ u64* partial_words(const Machine m, u32 buffer, u32 sm, u32 row) {
+    return words(m) + buffer + (sm * TARGET_ROWS + row) * PARTIAL_WORDS;
+}
+
+template <int K, int K_WARPS, int MR>
+__device__ __forceinline__ void head(const Machine m, Stream& stream) {
+    constexpr u32 GROUPS = N_WARPS / K_WARPS, BATCH = BATCH_GRANULES * GROUPS;
+    constexpr u32 PER_LANE = (BATCH * GRANULE_ROWS + 31) / 32;
+    const u32* task = m.misc().tasks[m.phase];
+    const u32 flags = m.field(PHASE_FLAGS), n_granules = task[TASK_N_GRANULES], n_rows = m.misc().state.n_rows;
+    const int n_mine = granules_of_group<K_WARPS>(m, task);
+    const bool follows = m.warp() < n_rows;
+    const Row& row = m.misc().state.rows[follows ? m.warp() : 0];
+    const Slot& slot = m.misc().state.slots[row.slot];
+    const u32* bitmap = m.at<const u32>(PARAMETER_BITMAPS) + row.bitmap * BITMAP_WORDS;
+    const float2* aux_table = m.at<const float2>(PARAMETER_AUX) + ((u64)m.sm() * AUX_GRANULES + task[TASK_AUX]) * GRANULE_ROWS;
+    Tally tally;
+    for (u32 first = 0; first < n_granules; first += BATCH) {
+        float2 aux[PER_LANE];
+        u32 suppressed[PER_LANE];
+#pragma unroll
+        for (u32 i = 0; i < PER_LANE; i++) {  // asked for now, needed behind the products
+            const u32 local = first * GRANULE_ROWS + m.lane() + 32 * i;
+            const u32 token = task[TASK_FIRST_GRANULE] * GRANULE_ROWS + local;
+            if (follows && local < n_granules * GRANULE_ROWS && m.lane() + 32 * i < BATCH * GRANULE_ROWS && token < N_TOKENS) {
+                aux[i] = __ldg(aux_table + local);
+                suppressed[i] = __ldg(bitmap + token / 32);
+            }
+        }
+        const float* sums = batch_sums<K, K_WARPS, MR>(m, stream, flags, m.field(PHASE_INPUT),
+                                                       m.epoch + m.field(PHASE_INPUT_EPOCH), first / BATCH, n_mine);
+        if (first == 0) answer_door(m);  // every SM has left the last step
+        if (follows) {
+            const float2 norm = flags & FLAG_NORM ? m.misc().norm[m.phase & 1][m.warp()] : make_float2(0, 1);
+#pragma unroll
+            for (u32 i = 0; i < PER_LANE; i++) {
+                const u32 in_round = m.lane() + 32 * i, local = first * GRANULE_ROWS + in_round;
+                const u32 token = task[TASK_FIRST_GRANULE] * GRANULE_ROWS + local;
+                if (in_round >= BATCH * GRANULE_ROWS || local >= n_granules * GRANULE_ROWS || token >= N_TOKENS) continue;
+                const float* from = granule_sums<K_WARPS, MR>(sums, in_round / GRANULE_ROWS, task[TASK_FIRST_GROUP]) +
+                                    m.warp() * GRANULE_ROWS + in_round % GRANULE_ROWS;
+                float y = from[0];
+#pragma unroll
+                for (int w = 1; w < K_WARPS; w++) y += from[w * MR * GRANULE_ROWS];
+                y = (y - norm.x * aux[i].x) * norm.y + aux[i].y;
+                tally.see(row, slot, token, y, suppressed[i] >> (token & 31) & 1);
+            }
+        }
+    }
+    if (follows) {
+        tally.merge();
+        if (m.lane() < PARTIAL_UNUSED)
+            publish(partial_words(m, m.field(PHASE_OUTPUT), m.sm(), m.warp()) + m.lane(), tally.word(m.lane()),
+                    m.epoch + m.field(PHASE_EPOCH));
+    }
+    __syncthreads();  // SELECT takes the scratch
+}

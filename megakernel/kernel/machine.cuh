@@ -1,0 +1,179 @@
+// The machine under the bodies: types, bfloat16, the matrix instruction, loads and stores that other SMs see, and the
+// one shared-memory layout. No toolkit headers, so that NVRTC needs none.
+#pragma once
+
+#include "isa.h"
+#include "program.h"
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+struct Parameters {
+    u64 word[PARAMETER_WORDS];
+};
+
+#define N_THREADS (32 * N_WARPS)
+#define HEAD_SIZE 64
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)
+#define STATS_PIECES (WIDTH / STATS_ELEMENTS)
+#define CROSS_BLOCK 256
+#define SELF_BLOCK 64
+#define MAX_BLOCKS 8  // of one row, whose results COMBINE holds beside each other
+#define CONTROL_SM (N_SMS - 1)  // has least attention to do, so it is the one that looks at the host's door
+
+// ---------------------------------------------------------------------- numbers
+
+__device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); }
+
+// log(exp(a) + exp(b)), also where one is minus infinity
+__device__ __forceinline__ float log_add(float a, float b) {
+    float top = fmaxf(a, b);
+    return top == NEGATIVE_INFINITY ? top : top + logf(expf(a - top) + expf(b - top));
+}
+
+__device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
+
+// d[16 rows x 8] += a[16 rows x 16] · b[16 x 8]; rows 8 to 15 of a are a1 and a3
+__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// ---------------------------------------------------------------------- memory
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// 16 bytes that nobody reads again soon, past the L1
+__device__ __forceinline__ uint4 load_through(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ u32 load_gpu(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_gpu(u32* p, u32 v) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ u32 load_host(const u32* p) {
+    u32 v;
+    asm volatile("ld.acquire.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_host(u32* p, u32 v) {
+    asm volatile("st.relaxed.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// one write of 16 bytes to the host
+__device__ __forceinline__ void store_host(uint4* p, uint4 v) {
+    asm volatile("st.volatile.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+__device__ __forceinline__ u64 clock_ns() {
+    u64 t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return t;
+}
+
+// ---------------------------------------------------------------------- shared memory
+
+struct Row {  // one (slot, position) of this step
+    u32 slot, position, token;
+    u32 bitmap;      // which bitmap of suppressed tokens
+    u32 text, end;   // may text, may the end token come next
+    u32 first_mark, last_mark;  // markers that may come next, half-open
+};
+
+struct Slot {
+    u32 active, ticket;
+    u32 n_fed;    // positions in the cache
+    u32 pending;  // the token to feed next, once everything forced is fed
+    u32 cursor;   // next token of the draft
+    u32 n_written, n_out, n_verified, segment_first;
+    u32 last_mark, previous_is_mark, before_is_mark;  // last_mark is 1 + its index
+    float watched;
+    u32 first_row, n_rows;  // of this step
+    u32 n_head, n_prefix, n_draft, max_tokens, rules, flags, watch_row, watch_token, n_positions, n_plain;
+    float tail_bias, inverse_temperature;
+    u32 seed, max_first_mark;
+};
+
+struct State {  // what lives on between residencies, and in graph mode between phases
+    Slot slots[MAX_SLOTS];
+    Row rows[MAX_ROWS];
+    u32 n_rows;
+    u32 n_commands;  // carried out
+    u32 n_fetched;   // copied from the host
+    u32 n_records;
+    u32 n_steps;  // of this launch; in graph mode of all
+    u32 leave;    // LeaveReason
+};
+
+struct Misc {
+    Parameters parameters;
+    State state;
+    volatile u32 dead;  // a fault: nobody waits any more
+    u32 door;
+    u32 idle_leave;
+    float2 norm[2][MAX_ROWS];        // mean and 1 / deviation of the row, by parity of the phase
+    float2 attention[MAX_ROWS];      // largest score and sum of exponentials
+    u32 tasks[N_PHASES][TASK_WORDS];
+    float2 stats[2][TARGET_ROWS][STATS_PIECES];
+    float residual[TARGET_ROWS][RESIDUAL_GRANULES * GRANULE_ROWS];
+#if AUX_IN_SHARED
+    float2 aux[LINEAR_AUX_GRANULES * GRANULE_ROWS];
+#endif
+};
+
+static_assert(sizeof(State) <= 4 * STATE_WORDS, "the state does not fit into its words");
+static_assert(sizeof(Misc) <= MISC_BYTES, "the tables do not fit into their part of shared memory");
+static_assert(WIDTH % STATS_ELEMENTS == 0, "a norm's pieces do not fill the row");
+
+#define RING_BYTES (N_WARPS * RING_TILES * TILE_BYTES)
+
+extern __shared__ __align__(128) unsigned char shared[];  // ring, activations, sums, Misc
+
+// What every body is given. All but two numbers lies at fixed places in shared memory, so that a call passes little.
+struct Machine {
+    u32 epoch;  // of this step: phases publish epoch + EPOCH
+    u32 phase;
+
+    static __device__ __forceinline__ unsigned char* x() { return shared + RING_BYTES; }  // activations; scores
+    static __device__ __forceinline__ float* sums() { return (float*)(shared + RING_BYTES + X_BYTES); }
+    static __device__ __forceinline__ Misc& misc() { return *(Misc*)(shared + RING_BYTES + X_BYTES + SUMS_BYTES); }
+    static __device__ __forceinline__ u32 sm() { return blockIdx.x; }
+    static __device__ __forceinline__ u32 thread() { return threadIdx.x; }
+    static __device__ __forceinline__ u32 warp() { return threadIdx.x >> 5; }
+    static __device__ __forceinline__ u32 lane() { return threadIdx.x & 31; }
+    static __device__ __forceinline__ u64 number(Parameter which) { return misc().parameters.word[which]; }
+
+    template <class T>
+    static __device__ __forceinline__ T* at(Parameter which) {
+        return (T*)number(which);
+    }
+    static __device__ __forceinline__ const u32* record(u32 index) {
+        return at<const u32>(PARAMETER_PHASES) + index * PHASE_WORDS;
+    }
+    __device__ __forceinline__ u32 field(Phase word) const { return __ldg(record(phase) + word); }
+};
