@@ -200,7 +200,7 @@ def _compile(sources: Mapping[str, str], options: tuple[str, ...]) -> tuple[byte
     try:
         (result,) = nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])
         report = _take(nvrtc, handle, "ProgramLog").rstrip(b"\0 ").decode(errors="replace")
-        _check(nvrtc, result, report)
+        _check(nvrtc, result, f"{' '.join(options)}\n{report}")
         return _take(nvrtc, handle, "CUBIN"), report
     finally:
         nvrtc.nvrtcDestroyProgram(handle)
