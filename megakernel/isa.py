@@ -232,6 +232,7 @@ class Control(IntEnum):
 
 CONTROL_WORDS = 16
 STATE_WORDS = 1024  # room for them, of 4 bytes; cleared by the host at first
+DRAFT_SKIP = 3  # tokens of a draft that are searched for the one that was written instead
 
 
 class LeaveReason(IntEnum):
@@ -279,7 +280,7 @@ def isa_header() -> str:
             lines.append(f"#define {name} {value}{suffix}")
     for kind in classes:
         prefix = "".join(f"_{c}" if c.isupper() else c.upper() for c in kind.__name__).lstrip("_").upper()
-        lines += ["", f"enum {{  // {kind.__name__}"]
+        lines += ["", f"enum {kind.__name__} : unsigned {{"]
         lines += [f"    {prefix}_{member.name} = {member.value}," for member in kind]
         lines.append("};")
     lines += [

@@ -16,7 +16,7 @@ from . import isa, numbers
 from .ops import Sizes
 from .request import Request, decode_request
 
-DRAFT_SKIP_TOKENS = 3  # how far behind a wrong draft token the picked one is looked for
+
 _MERGE_GROUP = 32  # SMs whose log-sum-exps one warp merges
 _LOWEST = -math.inf
 
@@ -472,7 +472,7 @@ def _follow_draft(slot: Slot, token: int) -> tuple[Slot, bool]:
         return slot, False
     if draft[cursor] == token:
         return replace(slot, cursor=cursor + 1, n_verified=slot.n_verified + 1), True
-    near = draft[cursor + 1 : cursor + 1 + DRAFT_SKIP_TOKENS]
+    near = draft[cursor + 1 : cursor + 1 + isa.DRAFT_SKIP]
     skipped = near.index(token) + 1 if token in near else 0
     return replace(slot, cursor=cursor + 1 + skipped), False
 
