@@ -16,7 +16,6 @@ from . import isa, numbers
 from .ops import Sizes
 from .request import Request, decode_request
 
-
 _MERGE_GROUP = 32  # SMs whose log-sum-exps one warp merges
 _LOWEST = -math.inf
 
