@@ -2,6 +2,7 @@
 
 import os
 import platform
+import subprocess
 import sys
 from datetime import date
 from pathlib import Path
@@ -12,7 +13,20 @@ RESULTS = Path(__file__).parent / "results"
 def heading(title: str) -> str:
     """The first lines of a result."""
     command = " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-    return f"# {title}\n\n{date.today().isoformat()} · {cpu()} · `{command}`\n"
+    machine = " · ".join(part for part in (gpu(), cpu()) if part)
+    return f"# {title}\n\n{date.today().isoformat()} · {machine} · `{command}`\n"
+
+
+def gpu() -> str:
+    """The GPU, its driver and its clocks now, empty where there is none."""
+    asked = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    name, driver, sm_clock, memory_clock, max_clock = answer.splitlines()[0].split(", ")
+    return f"{name}, driver {driver}, SMs at {sm_clock} of {max_clock}, memory at {memory_clock}"
 
 
 def cpu() -> str:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from .vocabulary import rule_book
 log = logging.getLogger(__name__)
 
 MEGAKERNEL, TORCH_CUDA, TORCH_CPU = "megakernel", "torch-cuda", "torch-cpu"
+CUBINS = "cubins"  # folder of compiled kernels in the cache
 MIN_CAPABILITY = (8, 0)  # of a CUDA device: bfloat16 in its tensor cores
 
 
@@ -103,9 +105,7 @@ def offers(take_model: Callable[[], Whisper], rules: RuleBook, timeline: Timelin
     ]
 
 
-def open_megakernel(
-    take_model: Callable[[], Whisper], rules: RuleBook, timeline: Timeline, *, mode: Mode = Mode.LOOP
-) -> MegakernelBackend:
+def open_megakernel(take_model: Callable[[], Whisper], rules: RuleBook, timeline: Timeline) -> MegakernelBackend:
     """The backend on the first GPU.
 
     Raises:
@@ -114,10 +114,17 @@ def open_megakernel(
     if reason := why_no_megakernel():
         raise BackendError(reason)
     with _loading_errors():
-        return _on_device(take_model(), rules, timeline, mode)
+        return on_device(take_model(), rules, timeline, cache=cache_folder() / CUBINS)
 
 
-def _on_device(model: Whisper, rules: RuleBook, timeline: Timeline, mode: Mode) -> MegakernelBackend:
+def on_device(
+    model: Whisper, rules: RuleBook, timeline: Timeline, *, cache: Path, mode: Mode = Mode.LOOP
+) -> MegakernelBackend:
+    """The backend of ``model``, which is used up: its weights are copied. Compiled kernels are kept in ``cache``.
+
+    Raises:
+        DeviceError, CompileError, RuntimeError: whatever goes wrong; ``open_megakernel`` makes one error of them.
+    """
     config, bits = model.config, bitmaps(rules)
     with timeline.part("device"):
         device = find_device()
@@ -130,7 +137,7 @@ def _on_device(model: Whisper, rules: RuleBook, timeline: Timeline, mode: Mode) 
         program = compile_program(graph, target_for(device))
     with timeline.part("kernel and tape"):  # the launcher's own line in the log tells them apart
         constants = graph_constants(graph, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
-        launcher = Launcher.load(program, constants, bits, device=device, cache=cache_folder() / "cubins")
+        launcher = Launcher.load(program, constants, bits, device=device, cache=cache)
         runtime = Runtime(program, launcher, n_rules=len(bits), mode=mode)
     with timeline.part("silence"):
         stage = Stage(model, silent_tail(model), launcher.buffers.cross_cache)

@@ -33,10 +33,6 @@ log = logging.getLogger(__name__)
 class SlotRuntime(Protocol):
     """What is needed of ``megakernel.runtime.Runtime``. Every method may raise ``DeviceError``."""
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the kernel has the device, as far as the last call saw."""
-
     def open(self, slot: int, request: SlotRequest) -> int:
         """Ask for ``request``; the slot must be free. Its ticket."""
 
@@ -48,6 +44,9 @@ class SlotRuntime(Protocol):
 
     def wait(self, timeout_s: float) -> Sequence[Record]:
         """The next records; none after ``timeout_s``, or when nothing is open."""
+
+    def leave(self) -> None:
+        """With nothing open, have the device free for others when this returns."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -218,8 +217,7 @@ class MegakernelBackend:
             for record in self._runtime.wait(_WAIT_S):
                 if isinstance(record, TokenRecord | DoneRecord):
                     outcomes[record.slot].take(record)
-        while self._runtime.is_running:
-            self._runtime.wait(_WAIT_S)
+        self._runtime.leave()
 
     def _scores_of(
         self, audios: Sequence[SlotAudio], writings: Sequence[Writing], outcomes: Mapping[int, _Outcome]

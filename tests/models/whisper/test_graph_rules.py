@@ -13,19 +13,8 @@ from numpy.typing import NDArray
 
 from megakernel.isa import EndReason, RecordKind
 from megakernel.ops import Sizes
-from megakernel.select import (
-    Emitted,
-    Row,
-    Slot,
-    Slots,
-    Written,
-    accept,
-    allowed_tokens,
-    mask_of,
-    merge,
-    partial_of,
-    rows_of_step,
-)
+from megakernel.pick import Row, allowed_tokens, merge, partial_of
+from megakernel.select import Emitted, Slot, Slots, Written, accept, mask_of, rows_of_step
 from models.whisper import decode as decode_module
 from models.whisper import graph as graph_module
 from models.whisper.config import SpecialTokens, WhisperConfig

@@ -53,10 +53,6 @@ class HostRuntime:
         self.fault_at_step: int | None = None
         self.is_closed = False
 
-    @property
-    def is_running(self) -> bool:
-        return any(self._slots)
-
     def open(self, slot: int, request: Request) -> int:
         encode_request(request, ticket=1, sizes=self._sizes, n_rules=len(self._bits))  # refuses as the runtime does
         if self._slots[slot] is not None:
@@ -73,7 +69,7 @@ class HostRuntime:
 
     def wait(self, timeout_s: float) -> list[Record]:
         records: list[Record] = []
-        while self.is_running and not records:
+        while any(self._slots) and not records:
             if self.n_steps == self.fault_at_step:
                 raise FaultError("TIMEOUT on SM 3")
             rows = rows_of_step(self._slots, MAX_ROWS, self._sizes)
@@ -83,6 +79,9 @@ class HostRuntime:
             self.n_steps += 1
             records = [decode_record(record_words(one, step=0, sequence=1)) for one in emitted]
         return records
+
+    def leave(self) -> None:
+        assert not any(self._slots), "left with open slots"
 
     def close(self) -> None:
         self.is_closed = True

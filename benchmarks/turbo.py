@@ -1,0 +1,87 @@
+"""Whisper large-v3-turbo's shapes with random weights: what rivals and the megakernel are given to compute.
+
+The weights are the same for all and say nothing: times do not depend on them, as long as nobody stops early. Knows
+sizes and where tensors lie. Does not know how anything is timed.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megakernel.compile import compile_program
+from megakernel.device import find_device, target_for
+from megakernel.launcher import Launcher
+from megakernel.program import Program
+from megakernel.request import Request
+from models.wheels import cache_folder
+from models.whisper.config import SpecialTokens, WhisperConfig
+from models.whisper.decode import Rules
+from models.whisper.graph import decoder_graph, graph_constants, rule_bitmaps
+from models.whisper.loading import CUBINS
+from models.whisper.reference import Decoder
+
+TURBO = WhisperConfig(128, 51866, 1280, 20, 5120, 32, 4, 1500, 448, ((2, 4), (2, 11), (3, 3), (3, 6), (3, 11), (3, 14)))
+SPECIAL = SpecialTokens(50257, 50258, tuple(range(50259, 50359)), 50359, 50360, 50361, 50362, 50363, 50364, 50365)
+HEAD = (SPECIAL.start_of_transcript, SPECIAL.languages[0], SPECIAL.transcribe, SPECIAL.no_timestamps)
+
+
+def endless_rules(special: SpecialTokens = SPECIAL, config: WhisperConfig = TURBO) -> Rules:
+    """Text of which there is no end, so that every run writes as many tokens as it is asked for."""
+    suppressed = torch.zeros(config.n_vocab)
+    suppressed[special.end_of_text :] = -torch.inf
+    return Rules(special, suppressed, (), with_timestamps=False)
+
+
+def random_decoder(config: WhisperConfig = TURBO, device: str = "cuda") -> dict[str, Tensor]:
+    """HF-named bfloat16 tensors of a decoder, with the spread that training begins with."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    with torch.device("meta"):
+        shapes = {f"model.decoder.{name}": tensor.shape for name, tensor in Decoder(config).state_dict().items()}
+    return {name: _random(name, tuple(shape), generator, device) for name, shape in shapes.items()}
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator, device: str) -> Tensor:
+    if "layer_norm" in name:
+        return torch.full(shape, float(name.endswith("weight")), device=device, dtype=torch.bfloat16)
+    return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoders:
+    """One decoder as tensors, and the same as a program on the GPU, listening to the same random audio."""
+
+    config: WhisperConfig
+    tensors: dict[str, Tensor]
+    program: Program
+    launcher: Launcher
+
+    @property
+    def cross_cache(self) -> Tensor:
+        """[slot, layer, keys or values, head, position, 64]."""
+        return self.launcher.buffers.cross_cache
+
+
+def load(config: WhisperConfig = TURBO) -> Decoders:
+    """Compile and pack for this machine's GPU."""
+    device = find_device()
+    graph = decoder_graph(config, SPECIAL, n_cross_positions=config.n_audio_positions)
+    program = compile_program(graph, target_for(device))
+    tensors = random_decoder(config)
+    bitmaps = rule_bitmaps([endless_rules(config=config)])
+    constants = graph_constants(graph, tensors)
+    launcher = Launcher.load(program, constants, bitmaps, device=device, cache=cache_folder() / CUBINS)
+    launcher.buffers.cross_cache.normal_(generator=torch.Generator(device="cuda").manual_seed(1))
+    torch.cuda.synchronize()
+    return Decoders(config, tensors, program, launcher)
+
+
+def request(n_tokens: int, *, draft: tuple[int, ...] = (), config: WhisperConfig = TURBO) -> Request:
+    """Write ``n_tokens`` to a full window."""
+    return Request(head=HEAD, max_tokens=n_tokens, n_positions=config.n_audio_positions, draft=draft)
+
+
+def median_and_p95(values: list[float]) -> tuple[float, float]:
+    """Of repeats."""
+    return float(np.median(values)), float(np.quantile(values, 0.95))
