@@ -77,7 +77,7 @@ def _describe(index: int) -> Device:
 
     return Device(
         index=index,
-        name=call("cuDeviceGetName", 256, handle).rstrip(b"\0").decode(),
+        name=call("cuDeviceGetName", 256, handle).split(b"\0")[0].decode(),
         capability=(attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
         n_sms=attribute("MULTIPROCESSOR_COUNT"),
         shared_bytes=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
