@@ -95,13 +95,11 @@ async def stream_all(url: str, recordings: Sequence[Recording], hello_of, n_stre
 
 
 def transcribe_all(model: str, recordings: Sequence[Recording]) -> dict[str, Answer]:
-    """Every clip offline, whole."""
+    """Every clip offline, whole; non-speech counts as English, since some language has to be named."""
     engine = load_engine(model)
     answers = {}
     for recording in recordings:
-        language = (
-            "en" if recording.language == "zxx" else recording.language
-        )  # no speech; some language has to be named
+        language = "en" if recording.language == "zxx" else recording.language
         began_s = time.process_time()
         segments = list(engine.transcribe(recording.samples(), DecodeOptions(language=language)))  # type: ignore[attr-defined]
         words: tuple[TimedWord, ...] = tuple(
