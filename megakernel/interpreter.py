@@ -42,22 +42,16 @@ from .isa import (
 from .mailbox import OFFSETS
 from .ops import Embed, FusedLinear
 from .pack import pack_aux, pack_tape
-from .program import Program
-from .select import (
-    Emitted,
+from .pick import (
     HeadPartial,
     Row,
     SelectError,
-    Slots,
-    accept,
     allowed_tokens,
-    carry_out,
-    left,
     merge,
     partial_of,
-    record_words,
-    rows_of_step,
 )
+from .program import Program
+from .select import Emitted, Slots, accept, carry_out, left, record_words, rows_of_step
 
 COUNT_BITS = 24  # of the control word, for the commands carried out; a LeaveReason lies above
 IDLE_POLLS = 50  # of the door without an open slot after which the kernel leaves; stands for IDLE_NS
@@ -379,12 +373,14 @@ class _Sm:
     # --- linear ---
 
     def _linear(self, words: list[int]) -> Steps:
-        flags = Flag(words[Phase.FLAGS])
-        if Flag.STREAM in flags:
-            self._begin_stream()
         first, n, _, _ = self.device.tasks[self.index][self.phase]
-        if n == 0:
-            return
+        if n:
+            yield from self._granules(words, first)
+        if words[Phase.FLAGS] & Flag.STREAM:
+            self._begin_stream()
+
+    def _granules(self, words: list[int], first: int) -> Steps:
+        flags = Flag(words[Phase.FLAGS])
         x = yield from self._input(words)
         y = self._product(words, x)
         if Flag.GELU in flags:
@@ -398,7 +394,12 @@ class _Sm:
     def _input(self, words: list[int]) -> Generator[Wait | None, None, Floats]:
         """[rows, K] bfloat16."""
         if words[Phase.FLAGS] & Flag.EMBED:
-            return numbers.round_bf16(self._embedding())
+            embedding = self._embedding()
+            if words[Phase.K] != embedding.shape[1]:
+                raise OutOfBoundsError(
+                    f"{self.name}: {words[Phase.K]} elements of an embedding of {embedding.shape[1]}"
+                )
+            return numbers.round_bf16(embedding)
         pairs = np.arange(words[Phase.K] // 2)
         read = self._row_words(words[Phase.INPUT], words[Phase.K], range(len(self.rows)), pairs)
         return numbers.unpack_pairs((yield from self._take(read, words[Phase.INPUT_EPOCH])))

@@ -19,7 +19,7 @@ def test_interpreted_equals_evaluated_bit_for_bit(make_decoder, first_seed):
     for seed in range(first_seed, first_seed + SEEDS_A_TEST):
         rng = random.Random(seed)
         decoder = make_decoder(rng)
-        requests = [decoder.request(rng) for _ in range(rng.choice([1, 1, 2, 3, 8]))]
+        requests = [decoder.request(rng) for _ in range(rng.choice([1, 1, 1, 1, 2, 2, 3, 3, 4, 8]))]
         expected, memory = decoder.evaluate(requests)
         records, device = decoder.interpret(requests, seed)
         assert records == expected, seed
