@@ -17,19 +17,9 @@ from .errors import CompileError
 from .fuse import fold_constants
 from .isa import MAX_ROWS
 from .ops import Embed, FusedAttention, FusedHead, FusedLinear, FusedOp, Sizes
+from .pick import HeadPartial, Row, allowed_tokens, merge, partial_of
 from .request import Request
-from .select import (
-    Emitted,
-    HeadPartial,
-    Row,
-    Slot,
-    Slots,
-    accept,
-    allowed_tokens,
-    merge,
-    partial_of,
-    rows_of_step,
-)
+from .select import Emitted, Slot, Slots, accept, rows_of_step
 
 TokenRange = tuple[int, int]  # first token, number of tokens
 

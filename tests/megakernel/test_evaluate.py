@@ -15,8 +15,8 @@ from megakernel.evaluate import Memory, Network, evaluate, network_of, run_reque
 from megakernel.fuse import fuse
 from megakernel.graph import Graph
 from megakernel.isa import RecordKind
+from megakernel.pick import Mask, Row
 from megakernel.request import Request
-from megakernel.select import Mask, Row
 
 Constants = dict[str, NDArray[np.float32]]
 ANY = Mask(False, text=True, end=True, mark_begin=80, mark_end=100)

@@ -20,20 +20,11 @@ from megakernel.graph import Graph
 from megakernel.isa import Control, EndReason, FaultKind, LeaveReason
 from megakernel.launcher import Event, Mode, Start
 from megakernel.mailbox import MAILBOX_BYTES, OFFSETS, DoneRecord, Mailbox, SegmentRecord, SlotRecord, TokenRecord
+from megakernel.pick import HeadPartial, Row
 from megakernel.program import Program
 from megakernel.request import Request
 from megakernel.runtime import BEAT_TIMEOUT_S, LEAVE_TIMEOUT_S, Runtime, fault_of, task_name
-from megakernel.select import (
-    Emitted,
-    HeadPartial,
-    Row,
-    Slots,
-    accept,
-    carry_out,
-    left,
-    record_words,
-    rows_of_step,
-)
+from megakernel.select import Emitted, Slots, accept, carry_out, left, record_words, rows_of_step
 from megakernel.target import Target
 
 Tokens = list[tuple[int, int]]  # index, token
