@@ -13,7 +13,7 @@ help:
 	@echo "make test    check, then every test"
 	@echo "make check   format, lint, types, and who imports whom"
 	@echo "make bench   the figures in benchmarks/, in about an hour and a half"
-	@echo "make clean   remove .venv and caches"
+	@echo "make clean   remove .venv, .clients and caches"
 
 # $(1) is the result's name, $(2) the script and its arguments; a result is replaced only once it is whole.
 measure = $(BIN)/python -m benchmarks.$(2) > $(VENV)/bench.md && mv $(VENV)/bench.md $(RESULTS)/$(1).md
@@ -45,7 +45,7 @@ bench: $(VENV)/.bench
 	$(call measure,streaming_base,streaming --model whisper-base --streams 2 --every 3)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # One stamp for each set of packages; a change of the pins or of the list installs anew.
 $(VENV)/.python:

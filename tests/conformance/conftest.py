@@ -1,0 +1,55 @@
+"""A real server with a real model and detector, and real speech for other people's clients."""
+
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import soxr
+
+from models.catalog import load_engine
+from models.errors import ModelUnavailableError
+from models.store import recording
+from tests.serving import served
+from vad.silero import SileroDetector
+
+SPEECH_TEXT = (
+    "It was the spring of hope, it was the winter of despair. We had everything before us, we had nothing before us."
+)
+START_S, END_S = 17.4, 24.6  # of it in the recording two_cities
+KEY = "sk-conformance"
+
+
+@pytest.fixture(scope="session")
+def speech_text() -> str:
+    return SPEECH_TEXT
+
+
+@pytest.fixture(scope="session")
+def speech_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seven seconds of speech between silences, 24 kHz, 16 bits, mono."""
+    try:
+        samples, rate_hz = soundfile.read(recording("two_cities"), dtype="float32")
+    except ModelUnavailableError as error:
+        pytest.skip(f"the recording can't be had here: {error}")
+    speech = samples[int(START_S * rate_hz) : int(END_S * rate_hz)]
+    padded = np.concatenate([np.zeros(rate_hz // 2, np.float32), speech, np.zeros(2 * rate_hz, np.float32)])
+    pcm = (np.clip(soxr.resample(padded, rate_hz, 24_000), -1, 1) * 32_767).astype("<i2")
+    path = tmp_path_factory.mktemp("speech") / "speech.wav"
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 24_000, 0, "NONE", ""))
+        file.writeframes(pcm.tobytes())
+    return path
+
+
+@pytest.fixture(scope="session")
+def server_address() -> Iterator[str]:
+    """A server that asks for ``KEY``."""
+    try:
+        engine = load_engine("whisper-tiny.en", n_threads=1)
+    except ModelUnavailableError as error:
+        pytest.skip(f"the weights can't be had here: {error}")
+    with served(engine, SileroDetector(), keys=[KEY]) as address:
+        yield address
