@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from . import isa
-from .cubin import KERNELS, bitmap_words, build_cubin
+from .cubin import KERNELS, Cubin, bitmap_words, build_cubin
 from .device import Device, Launch, begin_capture, call, is_done, launch, opt_in, pinned_memory
 from .errors import NoDeviceError, OutOfDeviceMemoryError, RequestError, WrongProgramError
 from .isa import Parameter
@@ -100,13 +100,15 @@ class Buffers:
 class Launcher:
     """One program on one GPU. Make it with ``load``; one thread at a time."""
 
-    def __init__(self, program: Program, device: Device, code: bytes, buffers: Buffers) -> None:
+    def __init__(self, program: Program, device: Device, cubin: Cubin, buffers: Buffers) -> None:
         self.program = program
+        self.device = device
+        self.key = cubin.key
         self.buffers = buffers
         self._n_sms, self._n_phases = program.target.n_sms, len(program.phases)
         self._context = call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", device.index))
         self._enter()
-        self._module = call("cuModuleLoadData", np.frombuffer(code, np.uint8).ctypes.data)
+        self._module = call("cuModuleLoadData", np.frombuffer(cubin.code, np.uint8).ctypes.data)
         self._loop, self._phase = (call("cuModuleGetFunction", self._module, name.encode()) for name in KERNELS)
         self._shared_bytes = dynamic_shared_bytes(program)
         opt_in(self._loop, self._shared_bytes)
@@ -157,7 +159,7 @@ class Launcher:
             with _timed(took, "memory", on):
                 buffers = _buffers(program, packed, constants, bitmaps, on)
             with _timed(took, "module", on):
-                launcher = cls(program, device, cubin.code, buffers)
+                launcher = cls(program, device, cubin, buffers)
         except torch.cuda.OutOfMemoryError as error:
             free, _ = torch.cuda.mem_get_info(on)
             raise OutOfDeviceMemoryError(f"{program.name}: {error} ({free // _BYTES_PER_MIB} MiB are free)") from error

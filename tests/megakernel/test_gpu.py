@@ -24,6 +24,7 @@ from megakernel.launcher import Launcher, Mode
 from megakernel.mailbox import DoneRecord, SegmentRecord, SlotRecord, TokenRecord
 from megakernel.request import Request
 from megakernel.runtime import Runtime
+from megakernel.selftest import ensure_right
 
 pytestmark = pytest.mark.gpu
 
@@ -126,6 +127,18 @@ def assert_close(got: Tokens, expected: Tokens) -> None:
         if token != expected_token:
             return
     assert len(got) == len(expected)
+
+
+def test_the_test_at_load_finds_it_right_and_remembers(setup: Setup, tmp_path: Path) -> None:
+    tensors = {name: torch.from_numpy(array) for name, array in setup.constants.items()}
+    kept = setup.launcher.buffers.cross_cache.clone()
+    try:
+        for _ in range(2):
+            ensure_right(setup.runtime(), setup.launcher, tensors, setup.bitmaps, cache=tmp_path)
+    finally:
+        setup.launcher.buffers.cross_cache.copy_(kept)
+        torch.cuda.synchronize()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".right"]
 
 
 def test_it_decodes_what_the_reference_decodes(setup: Setup) -> None:
