@@ -39,11 +39,10 @@ N_CROSS_POSITIONS = 300  # audio and tail: more than one block
 TOLERANCE = 0.08  # of logits around 2: activations are rounded to 8 bits some fifteen times on the way
 
 
-@pytest.fixture(scope="module")
-def model() -> Whisper:
+def random_model(config: WhisperConfig) -> Whisper:
     """Random weights that bfloat16 holds, so that the reference differs by its activations alone."""
     torch.manual_seed(3)
-    whisper = Whisper(CONFIG).eval().requires_grad_(False)
+    whisper = Whisper(config).eval().requires_grad_(False)
     for name, parameter in whisper.named_parameters():
         if parameter.dim() > 1:
             gain = 1 if "q_proj" in name or "k_proj" in name else 2  # so that various tokens are written
@@ -55,17 +54,26 @@ def model() -> Whisper:
     return whisper
 
 
-@pytest.fixture(scope="module")
-def network(model: Whisper) -> Network:
-    graph = decoder_graph(CONFIG, SPECIAL, n_cross_positions=N_CROSS_POSITIONS)
+def network_for(model: Whisper) -> Network:
+    graph = decoder_graph(model.config, SPECIAL, n_cross_positions=N_CROSS_POSITIONS)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     return network_of(fuse.fuse(graph), graph.sizes, as_arrays(graph_constants(graph, tensors)))
+
+
+@pytest.fixture(scope="module")
+def model() -> Whisper:
+    return random_model(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def network(model: Whisper) -> Network:
+    return network_for(model)
 
 
 def listen(model: Whisper, n_positions: int, seed: int, bias: float = 0.0) -> DecoderCache:
     """A window's cache, its audio states rounded; ``bias`` is that of the last half."""
     generator = torch.Generator().manual_seed(seed)
-    cache = model.decoder.open_cache(torch.randn(1, n_positions, CONFIG.width, generator=generator))
+    cache = model.decoder.open_cache(torch.randn(1, n_positions, model.config.width, generator=generator))
     for tensors in (cache.cross_keys, cache.cross_values):
         tensors[:] = [tensor.bfloat16().float() for tensor in tensors]
     cache.audio_bias = torch.zeros(n_positions)
@@ -126,6 +134,22 @@ def test_logits_and_scores_are_the_references(model: Whisper, network: Network, 
         kept = memory.scores[0, index, : len(expected), :n_positions]
         own = cache.alignment_scores[index][0] - cache.audio_bias
         assert np.abs(kept - own.numpy()).max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(CONFIG, width=384, n_heads=6, n_ffn=640, n_decoder_layers=1, alignment_heads=()),
+        replace(CONFIG, width=256, n_heads=4, n_ffn=1024, n_vocab=61, n_decoder_layers=3, n_text_positions=40),
+    ],
+)
+def test_other_sizes_agree_too(config: WhisperConfig) -> None:
+    model = random_model(config)
+    network, cache = network_for(model), listen(model, 30, seed=0)
+    tokens = (*HEAD, *range(20))
+    found = logits_of(network, memory_of(network, [cache]), asked(Request(tokens, 0, (), (), 2), UNTIMED, 30))
+    expected = model.logits(model.decoder(torch.tensor([tokens]), cache))[0].numpy()
+    assert np.abs(found - expected).max() < TOLERANCE
 
 
 def test_the_error_is_at_most_that_of_torch_in_bfloat16(model: Whisper, network: Network) -> None:

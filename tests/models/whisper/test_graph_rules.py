@@ -105,7 +105,7 @@ def slot_of(request: Request, rules: Rules) -> Slot:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(windows(), min_size=1, max_size=4), st.integers(4, 16))
 def test_slots_write_what_decode_writes(several: list[tuple[Request, Rules, int]], max_rows: int) -> None:
     slots = tuple(slot_of(request, rules) for request, rules, _ in several)
