@@ -6,7 +6,7 @@ takes the norm's epsilon alone, which the kernel gets as a constant too.
 """
 
 import random
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,7 @@ from .isa import (
     TILE_K,
     Command,
     CommandKind,
+    Control,
     FaultKind,
     Flag,
     LeaveReason,
@@ -55,8 +56,7 @@ from .select import Emitted, Slots, accept, carry_out, left, record_words, rows_
 
 COUNT_BITS = 24  # of the control word, for the commands carried out; a LeaveReason lies above
 IDLE_POLLS = 50  # of the door without an open slot after which the kernel leaves; stands for IDLE_NS
-HOST_SHARE = 0.1  # of the turns that are the host's
-HOST_TURNS = 300  # that the host gets while every SM waits before that is a deadlock; stands for SPIN_NS
+ABORT_SHARE = 0.1  # of the turns in which the host's abort word is looked at
 
 Steps = Generator[Wait | None, None, None]  # a coroutine: it yields what it waits for, or nothing
 Floats = NDArray[np.float32]
@@ -129,13 +129,16 @@ class Interpreter:
         self.epsilon = next((op.norm.epsilon for op in program.ops if isinstance(op, FusedLinear) and op.norm), 0.0)
         self.weights: dict[tuple[int, int], _Weights] = {}  # by SM and phase, as the tape is the same every step
         self.n_records = 0
+        self._launch: _Launch | None = None
         self.clear()
 
-    def clear(self) -> None:
-        """What the host does behind a fault: forget slots and words, and take every command so far as carried out."""
-        sizes = self.program.sizes
+    def clear(self, *, state: bool = True) -> None:
+        """Zeros into the exchange area. Behind a fault also forget the slots and take all commands as carried out."""
         self.exchange = Exchange(self.program.exchange_words, self.program.target.n_sms)
         self.epoch = 0
+        if not state:
+            return
+        sizes = self.program.sizes
         self.slots: Slots = (None,) * sizes.max_slots
         self.n_commands = int(self.host["door"][0])
         self.commands: dict[int, list[int]] = {}  # by place in the ring; the control SM copies them
@@ -144,13 +147,33 @@ class Interpreter:
         shape = (sizes.max_slots, sizes.n_layers, sizes.width // sizes.head_size, sizes.n_positions)
         self.cached_by = np.full(shape, -1, np.int64)
 
-    def launch(self, seed: int, *, max_steps: int = 1 << 30, host: Iterator[None] | None = None) -> Residency:
-        """Run until the kernel leaves. ``host`` is advanced between the SMs, at random.
+    def start(self, seed: int, *, max_steps: int = 1 << 30) -> None:
+        """Begin a launch, whose SMs take turns that ``seed`` decides."""
+        self._launch = _Launch(self, random.Random(seed), max_steps)
+
+    def advance(self, n_turns: int) -> Residency | None:
+        """Give SMs so many turns, each of which ends where the SM waits or has published something.
+
+        Returns how the launch ended, or ``None`` if it has not.
 
         Raises:
             InterpreterError: what the program did that no program may.
         """
-        return _Launch(self, random.Random(seed), max_steps).run(host)
+        launch = self._launch
+        assert launch is not None, "nothing was started"
+        for _ in range(n_turns):
+            if not launch.running:
+                self._launch = None
+                return launch.leave()
+            launch.turn()
+        return None
+
+    def launch(self, seed: int, *, max_steps: int = 1 << 30) -> Residency:
+        """Start, and advance until the kernel has left. Raises InterpreterError as ``advance``."""
+        self.start(seed, max_steps=max_steps)
+        while (residency := self.advance(1 << 20)) is None:
+            pass
+        return residency
 
 
 def _verify_words(program: Program) -> None:
@@ -189,79 +212,87 @@ class _Launch:
         self.ends: list[tuple[Slots, int]] = []  # of each step: slots and commands, by the first SM through it
         device.exchange.launch()
         self.sms = [_Sm(self, sm) for sm in range(device.program.target.n_sms)]
+        self.running = {sm.index: sm.run() for sm in self.sms}
+        self._speeds = [10 ** rng.uniform(-2, 0) for _ in self.sms]  # some SMs fall far behind others
+        self._waits: dict[int, Wait] = {}
+        self._looked: dict[int, int] = {}  # SM → version of the exchange area in which its words were not there
 
-    def run(self, host: Iterator[None] | None) -> Residency:
-        """Advance coroutines in an order drawn from the seed until no SM is left."""
-        exchange = self.device.exchange
-        speeds = [10 ** self.rng.uniform(-2, 0) for _ in self.sms]  # some SMs fall far behind others
-        running = {sm.index: sm.run() for sm in self.sms}
-        waits: dict[int, Wait] = {}
-        looked: dict[int, int] = {}  # SM → version of the exchange area in which its words were not there
-        host_turns = 0
-        while running:
-            self._notice_abort()
-            ready = [sm for sm in running if self.fault or looked.get(sm) != exchange.version]
-            host_turns = 0 if ready else host_turns + 1
-            if host_turns > (HOST_TURNS if host else 0):
-                raise DeadlockError(self._missing(waits))
-            if host and (not ready or self.rng.random() < HOST_SHARE):
-                host = _advanced(host)
-                continue
-            sm = self.rng.choices(ready, [speeds[sm] for sm in ready])[0]
-            wait = waits.get(sm)
-            if wait and self.fault:
-                del running[sm]
-            elif wait and not exchange.is_ready(wait):
-                looked[sm] = exchange.version
-            else:
-                waits.pop(sm, None)
-                self._advance(sm, running, waits)
-        return self._leave()
+    def turn(self) -> None:
+        """One SM goes on as far as it comes, or leaves."""
+        if self.device.host["abort"][0] and self.rng.random() < ABORT_SHARE:
+            self._raise_fault(FaultKind.ABORTED, len(self.sms) - 1)
+        ready = [sm for sm in self.running if self._may_go_on(sm)]
+        if not ready:
+            self._give_up()
+            return
+        sm = self.rng.choices(ready, [self._speeds[sm] for sm in ready])[0]
+        wait = self._waits.get(sm)
+        if self.fault and (wait or self.sms[sm].is_stalled):
+            del self.running[sm]
+        elif wait and not self.device.exchange.is_ready(wait):
+            self._looked[sm] = self.device.exchange.version
+        else:
+            self._waits.pop(sm, None)
+            self._advance(sm)
 
-    def _advance(self, sm: int, running: dict[int, Steps], waits: dict[int, Wait]) -> None:
+    def _may_go_on(self, sm: int) -> bool:
+        if self.fault:
+            return True
+        return not self.sms[sm].is_stalled and self._looked.get(sm) != self.device.exchange.version
+
+    def _give_up(self) -> None:
+        """Everyone waits. Unless a test has stopped an SM, that is the program's fault."""
+        if not any(sm.is_stalled for sm in self.sms):
+            missing = self.device.exchange.missing
+            waits = [
+                f"{wait.what}: word {missing(wait)}, epoch {wait.epoch}" for _, wait in sorted(self._waits.items())
+            ]
+            raise DeadlockError("; ".join(waits))
+        self._raise_fault(FaultKind.TIMEOUT, self.rng.choice(list(self._waits) or [0]))
+
+    def _advance(self, sm: int) -> None:
         try:
-            wait = next(running[sm])
+            wait = next(self.running[sm])
             if wait:
-                waits[sm] = wait
+                self._waits[sm] = wait
         except StopIteration:
-            del running[sm]
+            del self.running[sm]
         except SelectError as error:
             self._raise_fault(error.kind, sm)
-            del running[sm]
+            del self.running[sm]
 
     def _raise_fault(self, kind: FaultKind, sm: int) -> None:
         """The first fault counts; from then on every SM leaves at its next wait."""
         if self.fault is None:
             self.fault = kind, sm, self.sms[sm].phase
 
-    def _notice_abort(self) -> None:
-        if self.device.host["abort"][0] and self.rng.random() < HOST_SHARE:
-            self._raise_fault(FaultKind.ABORTED, len(self.sms) - 1)
-
-    def _missing(self, waits: Mapping[int, Wait]) -> str:
-        missing = self.device.exchange.missing
-        return "; ".join(f"{wait.what}: word {missing(wait)}, epoch {wait.epoch}" for _, wait in sorted(waits.items()))
-
-    def _leave(self) -> Residency:
-        """Keep the slots for the next launch; last of all the host is told that the kernel has left."""
+    def leave(self) -> Residency:
+        """Keep the slots for the next launch; last of all the host is told that the kernel has left. Once a launch."""
         device, control = self.device, self.sms[-1]
         reason = LeaveReason.FAULT if self.fault else control.leave
         assert reason is not None, "without a fault every SM stays until it is told to leave"
         for _ in control.emit([left(reason)]):
             pass
-        if self.fault:
-            return Residency(reason, control.n_steps, *self.fault)
-        device.slots, device.n_commands = control.slots, control.n_commands
-        device.epoch += control.n_steps * device.program.epochs_per_step
-        return Residency(reason, control.n_steps)
+        residency = Residency(reason, control.n_steps, *(self.fault or ()))
+        self._fill_control(residency)
+        if not self.fault:
+            device.slots, device.n_commands = control.slots, control.n_commands
+            device.epoch += control.n_steps * device.program.epochs_per_step
+        return residency
 
-
-def _advanced(host: Iterator[None]) -> Iterator[None] | None:
-    try:
-        next(host)
-    except StopIteration:
-        return None
-    return host
+    def _fill_control(self, residency: Residency) -> None:
+        """What the host finds in ``Control`` behind the launch."""
+        words = {
+            Control.FAULT_KIND: residency.fault or 0,
+            Control.FAULT_SM: residency.fault_sm,
+            Control.FAULT_PHASE: residency.fault_phase,
+            Control.N_STEPS: residency.n_steps,
+            Control.N_COMMANDS: self.sms[-1].n_commands,
+            Control.N_RECORDS: self.device.n_records,
+            Control.LEFT: residency.reason,
+        }
+        for word, value in words.items():
+            self.device.host["control_after"][word] = value
 
 
 # ---------------------------------------------------------------------- one SM
@@ -291,6 +322,7 @@ class _Sm:
         self.n_steps = 0
         self.phase = 0
         self.leave: LeaveReason | None = None
+        self.is_stalled = False  # by a test
         self.used = np.zeros(N_WARPS, np.int64)  # tiles of its part of the tape that each warp has used in this step
         self.stream: Floats = np.zeros((0, 0), np.float32)  # [rows, elements that this SM owns]
 
@@ -300,6 +332,9 @@ class _Sm:
         """Step after step until the kernel leaves."""
         n_phases = len(self.device.words)
         while self.leave is None and not self.launch.fault:
+            if self._must_stall():
+                self.is_stalled = True
+                yield None
             n_tiles = self.program.warp_tiles[self.index, :, 1] * bool(self.rows)
             self.stream = np.zeros((len(self.rows), 0), np.float32)
             for phase in range(0 if self.rows else n_phases - 2, n_phases):
@@ -311,6 +346,10 @@ class _Sm:
                     f"{self.name}: warp {warp} used {self.used[warp]} of its {n_tiles[warp]} tiles in a step"
                 )
             self.used = np.zeros(N_WARPS, np.int64)
+
+    def _must_stall(self) -> bool:
+        control = self.device.host["control_before"]
+        return bool(control[Control.STALL_SM] == self.index + 1 and control[Control.STALL_STEP] == self.n_steps)
 
     def _run_phase(self, words: list[int]) -> Steps:
         match Op(words[Phase.OP]):
