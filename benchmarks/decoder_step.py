@@ -26,6 +26,7 @@ from benchmarks.turbo import TURBO, Decoders, median_and_p95
 from megakernel.launcher import Mode
 from megakernel.mailbox import DoneRecord, TokenRecord
 from megakernel.predict import predict
+from megakernel.request import Request
 from megakernel.runtime import Runtime
 from models.whisper.config import WhisperConfig
 
@@ -41,7 +42,7 @@ Timed = Callable[[], float]  # µs a step
 # --- ours ------------------------------------------------------------------------------------------------------------
 
 
-def run_s(runtime: Runtime, requests: Sequence[turbo.Request]) -> tuple[float, list[list[int]]]:
+def run_s(runtime: Runtime, requests: Sequence[Request]) -> tuple[float, list[list[int]]]:
     """Seconds until all requests, one a slot, are done, and what they wrote."""
     written: list[list[int]] = [[] for _ in requests]
     n_done = 0

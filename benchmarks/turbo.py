@@ -17,10 +17,10 @@ from megakernel.program import Program
 from megakernel.request import Request
 from models.wheels import cache_folder
 from models.whisper.config import SpecialTokens, WhisperConfig
-from models.whisper.decode import Rules
+from models.whisper.decode import RuleBook, Rules
 from models.whisper.graph import decoder_graph, graph_constants, rule_bitmaps
 from models.whisper.loading import CUBINS
-from models.whisper.reference import Decoder
+from models.whisper.reference import Decoder, Whisper
 
 TURBO = WhisperConfig(128, 51866, 1280, 20, 5120, 32, 4, 1500, 448, ((2, 4), (2, 11), (3, 3), (3, 6), (3, 11), (3, 14)))
 SPECIAL = SpecialTokens(50257, 50258, tuple(range(50259, 50359)), 50359, 50360, 50361, 50362, 50363, 50364, 50365)
@@ -85,3 +85,22 @@ def request(n_tokens: int, *, draft: tuple[int, ...] = (), config: WhisperConfig
 def median_and_p95(values: list[float]) -> tuple[float, float]:
     """Of repeats."""
     return float(np.median(values)), float(np.quantile(values, 0.95))
+
+
+def random_model(config: WhisperConfig = TURBO, device: str = "cuda") -> Whisper:
+    """The whole network with random float32 weights on ``device``."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    with torch.device("meta"):
+        model = Whisper(config)
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False).copy_(_random(name, tuple(parameter.shape), generator, device))
+    assert isinstance(model.proj_out, torch.nn.Linear), "not packed"
+    model.proj_out.weight = model.decoder.embed_tokens.weight
+    return model.eval()
+
+
+def endless_book(config: WhisperConfig = TURBO) -> RuleBook:
+    """Rules under which no text ends, with timestamps or without."""
+    rules = endless_rules(config=config)
+    return RuleBook(SPECIAL, rules, rules)

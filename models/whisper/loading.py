@@ -18,6 +18,7 @@ from megakernel.device import find_device, target_for
 from megakernel.errors import CompileError, DeviceError
 from megakernel.launcher import Launcher, Mode
 from megakernel.runtime import Runtime
+from megakernel.selftest import ensure_right
 
 from ..store import ModelFiles, read_config
 from ..timeline import Timeline
@@ -139,6 +140,8 @@ def on_device(
         constants = graph_constants(graph, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
         launcher = Launcher.load(program, constants, bits, device=device, cache=cache)
         runtime = Runtime(program, launcher, n_rules=len(bits), mode=mode)
+    with timeline.part("self-test"):
+        ensure_right(runtime, launcher, constants, bits, cache=cache)
     with timeline.part("silence"):
         stage = Stage(model, silent_tail(model), launcher.buffers.cross_cache)
     del model

@@ -1,0 +1,28 @@
+"""Clips survive the way through plain WAV files; what is none is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.clips import FOLDER_VARIABLE, Clip, known_clips, read_clips, write_clip
+
+
+def test_a_clip_written_is_the_clip_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loud = np.array([0.0, 0.5, -1.0, 1.0], np.float32)
+    for clip in (Clip("b", loud), Clip("a", loud[:2])):
+        write_clip(clip, tmp_path)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    first, second = known_clips()
+    assert (first.name, second.name) == ("a", "b")
+    np.testing.assert_allclose(second.samples, loud, atol=1 / 32768)
+    assert second.duration_s == 4 / 16_000
+
+
+def test_another_rate_is_refused(tmp_path: Path) -> None:
+    write_clip(Clip("a", np.zeros(10, np.float32)), tmp_path)
+    content = bytearray((tmp_path / "a.wav").read_bytes())
+    content[24:28] = (8_000).to_bytes(4, "little")
+    (tmp_path / "a.wav").write_bytes(content)
+    with pytest.raises(ValueError, match=r"8000.*accepted is \(1, 2, 16000\)"):
+        read_clips(tmp_path)
