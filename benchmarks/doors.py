@@ -125,9 +125,7 @@ def main() -> None:
         return
     print(heading("What a door costs"))
     print(f"{arguments.sessions} sessions in real time, {arguments.seconds:g} s each, frames of 20 ms; three seconds")
-    print(
-        "of speech and one of silence by turns, text from a script. CPU time of the server, all of its threads, for each"
-    )
+    print("of speech and one of silence by turns, text from a script. CPU time of the server, all threads, for each")
     print(f"frame: median of {arguments.rounds} rounds, and their range.\n")
     print("| protocol and audio | CPU µs a frame | range | against native binary |")
     print("|---|---|---|---|")

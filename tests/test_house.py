@@ -113,7 +113,7 @@ def test_the_readme_names_every_model_with_weights() -> None:
 
 
 def test_the_example_in_the_readme_runs_as_far_as_the_socket() -> None:
-    (example,) = re.findall(r"```python\n(.+?)```", README, re.DOTALL)
+    example, *_ = re.findall(r"```python\n(.+?)```", README, re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-c", example.replace(":8300", ":9")],
         cwd=REPOSITORY,

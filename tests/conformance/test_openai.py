@@ -42,6 +42,8 @@ def realtime(address: str, file: Path, *more: str) -> list[dict[str, Any]]:
     return drive("openai", "realtime", "--url", f"http://{address}/v1", "--key", KEY, "--file", str(file), *more)
 
 
+@pytest.mark.proves(client="openai", door="OpenAI Realtime", feature="turns by server VAD or by commits")
+@pytest.mark.proves(client="openai", door="OpenAI Realtime", feature="deltas that join to the final")
 @pytest.mark.parametrize("turns", ["server_vad", "none"])
 def test_a_spoken_turn_gives_its_events_each_of_its_own_class(
     server_address: str, speech_file: Path, speech_text: str, turns: str
@@ -63,6 +65,9 @@ def test_a_spoken_turn_gives_its_events_each_of_its_own_class(
     assert error_rate(speech_text, " ".join(final["transcript"] for final in finals)) <= MAX_ERROR_RATE
 
 
+@pytest.mark.proves(client="openai", door="OpenAI REST", feature="json, text, srt, vtt, verbose_json with words")
+@pytest.mark.proves(client="openai", door="OpenAI REST", feature="streaming by server-sent events")
+@pytest.mark.proves(client="openai", door="OpenAI REST", feature="models, errors by class")
 def test_requests_come_back_in_every_shape(server_address: str, speech_file: Path, speech_text: str) -> None:
     answers = drive("openai", "rest", "--url", f"http://{server_address}/v1", "--key", KEY, "--file", str(speech_file))
     by_shape: dict[str, list[dict[str, Any]]] = {}
@@ -84,11 +89,13 @@ def test_requests_come_back_in_every_shape(server_address: str, speech_file: Pat
     assert error["class"] == "BadRequestError" and error["code"] == "invalid_file" and error["param"] == "file"
 
 
+@pytest.mark.proves(client="openai", door="OpenAI Realtime", feature="a wrong key is HTTP 401")
 def test_a_wrong_key_is_a_status_that_the_client_sees(server_address: str) -> None:
     [seen] = drive("openai", "refused", "--url", f"http://{server_address}/v1", "--key", "wrong")
     assert seen == {"refused": True, "class": seen["class"], "status": 401}
 
 
+@pytest.mark.proves(client="openai", door="OpenAI Realtime", feature="reconnects to a server that restarts")
 @pytest.mark.parametrize(("stop", "codes"), [(signal.SIGTERM, {1012}), (signal.SIGKILL, {1006})])
 def test_a_server_that_goes_is_one_that_the_client_comes_back_to(stop: signal.Signals, codes: set[int]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as found:

@@ -107,6 +107,7 @@ def test_whatever_the_fields_it_is_a_message_or_a_client_error(fields: dict[str,
             pass
 
 
+@pytest.mark.behaviour("I", door="native")
 def test_server_messages_read_the_same_in_both_encodings() -> None:
     word = m.WordItem(" naïve", 0.1, None, 0.5)
     final = m.Final(3, 1, 2, "naïve", 0.0, 1.0, (word,), 1, "en", "silence")

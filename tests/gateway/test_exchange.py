@@ -8,6 +8,7 @@ import httpx2
 import numpy as np
 import pytest
 import soundfile
+import soxr
 
 from models.scripted import ScriptedEngine, recite
 from tests.serving import DEADLINE_S, is_freed, served, speech
@@ -39,6 +40,7 @@ def post(address: str, file: bytes | None, path: str = PATH, **fields: str) -> h
     return httpx2.post(f"http://{address}{path}", data={"model": "scripted", **fields}, files=files, timeout=DEADLINE_S)
 
 
+@pytest.mark.behaviour("J", door="openai_rest")
 @pytest.mark.parametrize("container", ["WAV", "FLAC", "OGG", "MP3"])
 def test_a_file_in_any_container_comes_back_as_text(address: str, container: str, engine: ScriptedEngine) -> None:
     answer = post(address, wav(speech(2.0), container=container))
@@ -52,6 +54,14 @@ def test_a_stream_is_server_sent_events(address: str) -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n") if line]
     assert "".join(event.get("delta", "") for event in events) == events[-1]["text"] == "it was the best of times"
+
+
+@pytest.mark.behaviour("J", door="openai_rest")
+@pytest.mark.parametrize("rate_hz", [8_000, 11_025, 22_050, 44_100, 48_000])
+def test_a_file_of_any_rate_comes_back_as_the_same_text(address: str, rate_hz: int) -> None:
+    samples = np.frombuffer(speech(2.0), "<i2").astype(np.float32) / 32_768
+    pcm = (soxr.resample(samples, 16_000, rate_hz) * 32_767).clip(-32_768, 32_767).astype("<i2").tobytes()
+    assert post(address, wav(pcm, rate_hz)).json()["text"] == "it was the best of times"
 
 
 def test_a_file_without_samples_has_no_text(address: str) -> None:

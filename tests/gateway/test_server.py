@@ -85,6 +85,7 @@ def finals(messages: list[dict]) -> str:
     return " ".join(message["text"] for message in messages if message["type"] == "final")
 
 
+@pytest.mark.behaviour("J", door="native")
 def test_speech_becomes_text_and_the_session_ends_cleanly(address: str, engine: ScriptedEngine) -> None:
     with open_stream(address) as stream:
         stream.send(json.dumps(HELLO))
@@ -161,6 +162,7 @@ def test_compression_is_not_offered(address: str) -> None:
         ('{"type": "update", "id": "u", "vocabulary": ["Zwolle"]}', "unsupported_option"),
     ],
 )
+@pytest.mark.behaviour("J", door="native")
 def test_a_bad_frame_is_told_and_nothing_is_lost(address: str, frame: str | bytes, code: str) -> None:
     audio = speech(2.0)
     half = len(audio) // 2
@@ -201,6 +203,7 @@ def test_a_frame_too_large_closes_its_connection_and_no_other(address: str) -> N
         assert finals(finish(other)) == "it was the best of times"
 
 
+@pytest.mark.behaviour("C", door="native")
 def test_flush_is_answered_behind_the_final(address: str) -> None:
     with open_stream(address) as stream:
         stream.send(json.dumps(HELLO))
@@ -213,6 +216,7 @@ def test_flush_is_answered_behind_the_final(address: str) -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.35, 0.5, 0.8, 1.0])
+@pytest.mark.behaviour("K", door="native")
 def test_a_lost_connection_is_resumed_with_the_same_transcript(address: str, share: float) -> None:
     audio = speech(2.9)
     cut = int(len(audio) * share) // 2 * 2
@@ -499,6 +503,7 @@ def test_windows_that_the_detector_can_not_take_end_their_own_session_only(engin
         assert is_freed(address, engine)
 
 
+@pytest.mark.behaviour("K", door="native")
 def test_many_sessions_at_once_never_mix() -> None:
     engine = ScriptedEngine(recite("one two three four five six", start_sample=8_000))
     durations = [0.8, 1.1, 1.6, 2.0] * 4

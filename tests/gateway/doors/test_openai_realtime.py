@@ -4,14 +4,17 @@ import base64
 import itertools
 import json
 
+import numpy as np
 import pytest
+import soxr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.doors import openai_realtime
+from gateway.doors import native, openai_realtime
 from gateway.doors.door import AdmissionError
 from gateway.effects import Close
 from gateway.errors import ServerError
+from gateway.pcm import AudioFormat, decode
 from streaming.transcript import Word
 from vad.audio import SAMPLE_RATE_HZ
 
@@ -126,6 +129,7 @@ def test_times_count_the_audio_and_the_start_has_the_padding(world) -> None:
         assert 2_500 <= stopped["audio_end_ms"] <= 3_100
 
 
+@pytest.mark.behaviour("K", door="openai_realtime")
 def test_two_turns_chain_and_never_share_text(world) -> None:
     scene = world.make_scene([0.5, 3, 1.5, 2, 1.5])
     for delay_s in (0.0, 0.4, 2.5):
@@ -141,6 +145,7 @@ def test_two_turns_chain_and_never_share_text(world) -> None:
     delay_s=st.sampled_from([0.0, 0.3, 1.9]),
     turns=st.sampled_from([VAD, None]),
 )
+@pytest.mark.behaviour("J", door="openai_realtime")
 def test_any_packets_and_delays_give_the_words_once_and_in_order(world, layout, n_bytes, delay_s, turns) -> None:
     scene = world.make_scene(layout)
     events = play(world, scene, live(scene, turns, COMMIT, n_bytes=n_bytes), delay_s=delay_s)
@@ -301,6 +306,7 @@ def test_the_language_of_the_client_reaches_the_engine_without_its_region(world)
     )
 
 
+@pytest.mark.behaviour("K", door="openai_realtime")
 def test_settings_change_in_the_middle_without_losing_audio(world) -> None:
     scene = world.make_scene([0.5, 3, 1.5, 3, 1.5])
     frames = list(live(scene))
@@ -311,6 +317,7 @@ def test_settings_change_in_the_middle_without_losing_audio(world) -> None:
         assert " ".join(texts(events)) == "w0 w1 w2 w3 w4 w5"
 
 
+@pytest.mark.behaviour("J", door="openai_realtime")
 def test_the_format_can_change_in_the_middle(world) -> None:
     """First half at 16 kHz, second at 8: the same words, on one clock."""
     scene = world.make_scene([0.5, 3, 1.5, 3, 1.5])
@@ -398,6 +405,7 @@ def test_a_commit_of_nothing_is_an_error_and_the_session_goes_on(world) -> None:
 
 @pytest.mark.parametrize("gap_s", [0.0, 0.1, 0.2])
 @pytest.mark.parametrize("turns", [None, VAD])
+@pytest.mark.behaviour("C", door="openai_realtime")
 def test_the_last_word_right_before_a_commit_is_heard(world, turns, gap_s) -> None:
     scene = world.make_scene([0.5, 3, gap_s])
     scene = type(scene)(scene.samples[: len(scene.samples) - 800], scene.words)
@@ -453,6 +461,7 @@ def test_a_client_may_go_from_commits_to_turns_and_back(world) -> None:
 # ---------------------------------------------------------------- odd input
 
 
+@pytest.mark.behaviour("J", door="openai_realtime")
 def test_appends_of_one_byte_of_odd_length_and_of_nothing_join_to_the_same(world) -> None:
     scene = world.make_scene([0.5, 2, 1.0])
     whole = play(world, scene, live(scene))
@@ -482,6 +491,7 @@ def test_appends_of_one_byte_of_odd_length_and_of_nothing_join_to_the_same(world
         (b"\0\1", "invalid_value"),
     ],
 )
+@pytest.mark.behaviour("J", door="openai_realtime")
 def test_a_bad_frame_is_an_error_event_and_nothing_is_lost(world, frame, code) -> None:
     scene = world.make_scene([0.5, 2, 1.0])
     frames = list(live(scene))
@@ -520,6 +530,7 @@ def test_whatever_the_session_object_it_is_taken_or_refused(world, session) -> N
     assert json.loads(say.frame)["type"] in ("session.updated", "error")
 
 
+@pytest.mark.behaviour("I", door="openai_realtime")
 def test_words_in_every_script_are_told_whole(world) -> None:
     """Deltas end only between words, so never inside a character or a joined emoji."""
     said = [" こんにちは", "世界", " नमस्ते", " 👩‍👩‍👧", " e\u0301t\u0065\u0301", " ไทย"]
@@ -533,6 +544,58 @@ def test_words_in_every_script_are_told_whole(world) -> None:
     for event in of(events, DELTA):
         assert position in {max(0, start - 1) for start in starts} | starts
         position += len(event["delta"])
+
+
+@pytest.mark.behaviour("J", door="openai_realtime")
+@pytest.mark.parametrize("rate_hz", [8_000, 11_025, 16_000, 22_050, 24_000, 44_100, 48_000])
+def test_every_rate_gives_the_same_words_at_the_same_times(world, rate_hz) -> None:
+    scene = world.make_scene([0.5, 3, 1.5, 2, 1.5])
+    pcm = (soxr.resample(scene.samples, SAMPLE_RATE_HZ, rate_hz) * 32_767).astype("<i2").tobytes()
+    frames = [
+        (0.0, update(VAD, format={"type": "audio/pcm", "rate": rate_hz})),
+        *appends(pcm, n_bytes=1_001, bytes_per_s=2 * rate_hz),
+    ]
+    assert_same_conversation(play(world, scene, frames), play(world, scene, live(scene)))
+
+
+@pytest.mark.behaviour("J", door="openai_realtime")
+@pytest.mark.parametrize(("name", "encoding"), [("audio/pcmu", "mulaw"), ("audio/pcma", "alaw")])
+def test_telephone_encodings_give_the_same_words_at_the_same_times(world, name, encoding) -> None:
+    scene = world.make_scene([0.5, 3, 1.5, 2, 1.5])
+    table = decode(bytes(range(256)), AudioFormat(encoding, 8_000)).samples
+    data = bytes(int(np.argmin(np.abs(table - sample))) for sample in scene.samples[::2])
+    frames = [(0.0, update(VAD, format={"type": name})), *appends(data, n_bytes=160, bytes_per_s=8_000)]
+    assert_same_conversation(play(world, scene, frames), play(world, scene, live(scene)))
+
+
+def assert_same_conversation(events, expected) -> None:
+    assert_sound(events)
+    assert texts(events) == texts(expected) == ["w0 w1 w2", "w3 w4"]
+    for kind, field in (("speech_started", "audio_start_ms"), ("speech_stopped", "audio_end_ms")):
+        times = [
+            [event[field] for event in of(conversation, f"input_audio_buffer.{kind}")]
+            for conversation in (events, expected)
+        ]
+        assert np.abs(np.subtract(*times)).max() <= 80
+
+
+@settings(max_examples=20, deadline=None)
+@given(layout=LAYOUTS, delay_s=st.sampled_from([0.0, 0.4]), turns=st.sampled_from([True, False]))
+def test_the_text_is_that_of_the_native_protocol_under_the_same_settings(world, layout, delay_s, turns) -> None:
+    scene = world.make_scene(layout)
+    gate = world.house().gate
+    same = {"threshold": gate.threshold, "prefix_padding_ms": gate.pre_roll_ms, "silence_duration_ms": gate.hangover_ms}
+    here = play(world, scene, live(scene, {**VAD, **same} if turns else None, COMMIT), delay_s=delay_s)
+    door = native.open_door(world.knock(), world.house()).door
+    hello = json.dumps({"type": "hello", "audio": {"encoding": "s16le", "sample_rate_hz": SAMPLE_RATE_HZ}})
+    end_s = len(scene.samples) / SAMPLE_RATE_HZ
+    audio = [(at_s, message.data) for at_s, message in world.packets(scene.pcm(), 1_600)]
+    told = world.behind(door, world.Engine(scene.words), delay_s).run(
+        [(0.0, hello), *audio, (end_s, json.dumps({"type": "bye"}))]
+    )
+    there = [json.loads(item.frame) for item in told[:-1]]
+    finals = [message["text"] for message in there if message["type"] == "final" and message["text"]]
+    assert " ".join(text for text in texts(here) if text) == " ".join(finals)
 
 
 # ---------------------------------------------------------------- extras, failures, the end
@@ -572,6 +635,7 @@ def test_warnings_come_only_to_those_who_ask(world) -> None:
     assert json.loads(say.frame)["code"] == "vocabulary_truncated"
 
 
+@pytest.mark.behaviour("K", door="openai_realtime")
 def test_a_client_that_vanishes_leaves_no_session(world) -> None:
     scene = world.make_scene([0.5, 3])
     simulation = world.behind(door_of(world, engine := world.Engine(scene.words)), engine)

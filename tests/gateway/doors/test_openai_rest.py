@@ -8,6 +8,7 @@ from gateway.doors import openai_rest
 from gateway.doors.door import AdmissionError, Say
 from gateway.effects import Close
 from gateway.errors import ServerError
+from streaming.transcript import Word
 
 SCENE = [0.5, 3, 1.5, 2, 1.0]
 
@@ -90,6 +91,16 @@ def test_a_stream_has_deltas_that_join_to_the_text(world, delay_s) -> None:
     deltas = [event["delta"] for event in events[:-1]]
     assert {event["type"] for event in events[:-1]} == {"transcript.text.delta"}
     assert "".join(deltas) == events[-1]["text"] == "w0 w1 w2 w3 w4"
+
+
+@pytest.mark.behaviour("I", door="openai_rest")
+def test_a_stream_tells_words_of_every_script_whole(world) -> None:
+    said = [" こんにちは", "世界", " नमस्ते", " 👩‍👩‍👧", " ไทย"]
+    scene = world.make_scene([0.5, len(said), 1.0])
+    words = [Word(text, word.start_sample, word.end_sample, 0.9) for text, word in zip(said, scene.words, strict=True)]
+    frames, _ = answer(world, ("stream", "true"), scene=scene, engine=world.Engine(tuple(words)))
+    *deltas, done = [json.loads(frame.removeprefix("data: ")) for frame in frames]
+    assert "".join(event["delta"] for event in deltas) == done["text"] == "".join(said).strip()
 
 
 def test_the_kind_of_answer_is_in_the_headers(world) -> None:
