@@ -124,8 +124,8 @@ class Usage:
     """What one kernel takes of an SM, by the assembler's own report."""
 
     registers: int  # of a thread
-    spill_bytes: int  # stores and loads
-    stack_bytes: int
+    spill_bytes: int  # stores and loads, of the functions that it calls too
+    stack_bytes: int  # of the one that takes most
     static_shared_bytes: int
 
 
@@ -233,13 +233,14 @@ def parse_usage(report: str) -> dict[str, Usage]:
 
 
 def _usage_of(text: str) -> Usage:
-    stack, used, shared = _STACK.search(text), _USED.search(text), _SHARED.search(text)
-    if not stack or not used:
+    """Of a kernel and the functions that it calls, each of which has a line of its own."""
+    stacks, used, shared = _STACK.findall(text), _USED.search(text), _SHARED.search(text)
+    if not stacks or not used:
         raise KernelCompileError(f"the assembler's report names neither registers nor spills:\n{text}")
     return Usage(
         registers=int(used[1]),
-        spill_bytes=int(stack[2]) + int(stack[3]),
-        stack_bytes=int(stack[1]),
+        spill_bytes=sum(int(stores) + int(loads) for _, stores, loads in stacks),
+        stack_bytes=max(int(stack) for stack, _, _ in stacks),
         static_shared_bytes=int(shared[1]) if shared else 0,
     )
 
