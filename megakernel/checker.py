@@ -6,7 +6,8 @@ where. Does not know how the program was made (shares no code with schedule and 
 Why no wait can last for ever: every word that a phase reads is written by an earlier phase of the same step
 (``edges``), all SMs are on the device at once and run the phases in the same order, so the waits have no cycle. Why
 nothing is overwritten too early: a word is written again one step later, and ``joins`` follows with vector clocks what
-its writer has heard by then.
+its writer has heard by then. Why the ring never falls behind: a warp takes one tile at a time and at once loads the one
+that is a ring's depth further on, which wraps with its part of the tape; that part is what a step uses (``tape``).
 """
 
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ Words = dict[Phase, int]
 
 def check(program: Program) -> None:
     """Check every rule; the first that does not hold is a CompileError that names phase, SM and rule."""
-    for rule in (shapes, records, edges, epochs, buffers, granules, aux, residual, tape, ring, balance, joins):
+    for rule in (shapes, records, edges, epochs, buffers, granules, aux, residual, tape, balance, joins):
         rule(program)
 
 
@@ -366,12 +367,6 @@ def tiles_of(program: Program, phase: int) -> tuple[Index, Index, Index, Index]:
     place = place + (turn % BATCH_GRANULES)[:, None]
     tile = granule[:, None] * n_k_tiles + k_tile
     return np.repeat(sm, n_k_tiles), warp.ravel(), place.ravel(), tile.ravel()
-
-
-def ring(program: Program) -> None:
-    """A warp holds a batch's tiles at once, so the ring must have room for them."""
-    if program.target.ring_tiles < BATCH_GRANULES:
-        raise wrong(program, f"a ring of {program.target.ring_tiles} tiles does not hold {BATCH_GRANULES}")
 
 
 def balance(program: Program) -> None:
