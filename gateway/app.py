@@ -101,7 +101,26 @@ def _doors(server: Server) -> list[BaseRoute]:
     return [
         *(websocket_route(path, kind) for path, kind in WEBSOCKET_DOORS.items()),
         *(request_route(path, kind, read) for path, (kind, read) in REQUEST_DOORS.items()),
+        Route("/v1/realtime/client_secrets", _client_secrets(server), methods=["POST"]),
     ]
+
+
+def _client_secrets(server: Server) -> Callable[[Request], Awaitable[Response]]:
+    """Passes for browsers, which should never see a lasting key."""
+
+    async def issue(request: Request) -> Response:
+        knock = knock_of(request)
+        try:
+            if not server.keys.is_lasting(openai_realtime.key_of(knock)):
+                raise AdmissionError(401, "invalid_api_key", "no lasting key of this server was shown")
+            wanted = openai_realtime.client_secret(await request.body(), server.house)
+        except AdmissionError as error:
+            return server.refusal(openai_realtime, error, knock)
+        expires_at = int(knock.at_unix_s) + wanted.life_s
+        value = server.keys.issue({"session": wanted.patch}, expires_at)
+        return JSONResponse({"value": value, "expires_at": expires_at, "session": wanted.session.plain()})
+
+    return issue
 
 
 def _about(server: Server) -> list[BaseRoute]:
@@ -125,7 +144,7 @@ def _about(server: Server) -> list[BaseRoute]:
     def with_key(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def checked(request: Request) -> Response:
             knock = knock_of(request)
-            if server.keys.admit(openai_rest.key_of(knock)):
+            if server.keys.admit(openai_rest.key_of(knock), knock.at_unix_s):
                 return await answer(request)
             error = AdmissionError(401, "invalid_api_key", "no key of this server was shown")
             return server.refusal(openai_rest, error, knock)

@@ -338,7 +338,7 @@ class Server:
                 "origin_not_allowed",
                 "pages of another origin may not connect; server.allowed_origins names those that may",
             )
-        if not self.keys.admit(kind.key_of(knock)):
+        if not self.keys.admit(kind.key_of(knock), knock.at_unix_s):
             raise AdmissionError(401, "invalid_api_key", "no key of this server was shown")
         if self._is_stopping:
             raise AdmissionError(503, "shutting_down", "the server stops", retry_after_s=RETRY_AFTER_S)

@@ -42,6 +42,7 @@ from gateway.doors.openai_session import (
 from gateway.doors.settled import SettledText
 from gateway.effects import Close, Said, UtteranceOver
 from gateway.errors import GatewayError
+from gateway.keys import claims_of
 from gateway.messages import (
     Audio,
     Error,
@@ -56,11 +57,13 @@ from gateway.messages import (
     Warning,
 )
 
-__all__ = ["NAME", "RESUMES", "key_of", "open_door", "refusal"]
+__all__ = ["NAME", "RESUMES", "client_secret", "key_of", "open_door", "refusal"]
 
 NAME = "openai_realtime"
 RESUMES = False
 SESSION_LIFE_S = 3_600  # what ``expires_at`` says; nothing ends here at that time
+PASS_LIFE_S = 600
+PASS_LIVES_S = range(10, 7_201)
 _TRACK = 0
 # Close codes that clients of this protocol come back on, where coming back helps.
 _CLOSE_CODES = {"server_full": 1013, "shutting_down": 1012, "internal": 1011}
@@ -73,6 +76,13 @@ class _ClientEvent(msgspec.Struct):
     event_id: str | None = None
     audio: str | None = None
     session: Any = None  # an object; openai_session checks it
+
+
+class _SecretRequest(msgspec.Struct):
+    """The fields of a request for a pass."""
+
+    expires_after: dict[str, Any] = {}
+    session: dict[str, Any] = {}
 
 
 class _Ending(Enum):
@@ -111,9 +121,9 @@ class RealtimeDoor:
 
     next_wake_s = None
 
-    def __init__(self, knock: Knock, house: House, model: str) -> None:
+    def __init__(self, knock: Knock, house: House, session: TranscriptionSession) -> None:
         self._house = house
-        self._session = TranscriptionSession(model)
+        self._session = session
         self._connection_id = knock.connection_id
         self._expires_at = int(knock.at_unix_s) + SESSION_LIFE_S
         self._n_events = 0
@@ -438,4 +448,38 @@ def open_door(knock: Knock, house: House) -> Admission:
     if model is None:
         known = ", ".join(house.cards)
         raise AdmissionError(404, "model_not_found", f"no model {named!r} here; there are {known}", param="model")
-    return Admission(RealtimeDoor(knock, house, model), "realtime" if "realtime" in knock.subprotocols else None)
+    session = _session_of_pass(knock, TranscriptionSession(model), house)
+    return Admission(RealtimeDoor(knock, house, session), "realtime" if "realtime" in knock.subprotocols else None)
+
+
+def _session_of_pass(knock: Knock, session: TranscriptionSession, house: House) -> TranscriptionSession:
+    """What was said when the client's pass was issued, if it has one."""
+    try:
+        return updated(session, claims_of(key_of(knock)).get("session", {}), house)
+    except BadValueError as error:
+        raise AdmissionError(400, error.code, str(error), param=error.param) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSecret:
+    """What a request for a pass asks for."""
+
+    life_s: int
+    patch: dict[str, Any]  # Any: JSON
+    session: TranscriptionSession  # what the patch makes of the defaults
+
+
+def client_secret(body: bytes, house: House) -> ClientSecret:
+    """Read a request for a pass. Raises ``AdmissionError``."""
+    try:
+        asked = msgspec.json.decode(body or b"{}", type=_SecretRequest)
+        life_s = asked.expires_after.get("seconds", PASS_LIFE_S)
+        if type(life_s) is not int or life_s not in PASS_LIVES_S:
+            low, high = PASS_LIVES_S[0], PASS_LIVES_S[-1]
+            raise BadValueError("expires_after.seconds", f"seconds is {life_s!r}; it must lie in {low}..{high}")
+        session = updated(TranscriptionSession(house.default_model), asked.session, house)
+    except msgspec.DecodeError as error:
+        raise AdmissionError(400, "invalid_value", f"not a request for a client secret: {error}") from error
+    except BadValueError as error:
+        raise AdmissionError(400, error.code, str(error), param=error.param) from error
+    return ClientSecret(life_s, asked.session, session)
