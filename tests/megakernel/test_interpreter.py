@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megakernel import interpreter
 from megakernel.errors import (
     BadWordError,
     DeadlockError,
+    DivergenceError,
     OutOfBoundsError,
     RaceError,
     TapeError,
@@ -17,6 +19,7 @@ from megakernel.errors import (
 from megakernel.isa import Control, FaultKind, Flag, LeaveReason, Op, Phase, Task
 from megakernel.mailbox import LeftRecord
 from megakernel.numbers import from_bits
+from megakernel.select import accept
 
 SEEDS_A_TEST = 20
 
@@ -193,3 +196,16 @@ def test_words_that_no_body_takes_are_refused(decoder, request_):
         run_with(decoder, request_, words=[((0, Phase.K_WARPS), 3)])
     with pytest.raises(BadWordError, match="ends a step with HEAD and SELECT"):
         run_with(decoder, request_, words=[((0, Phase.OP), Op.SELECT)])
+
+
+def test_sms_that_come_to_different_slots_are_found(decoder, request_, monkeypatch):
+    calls = []
+
+    def forgetful(slots, *rest):
+        calls.append(slots)
+        after, told = accept(slots, *rest)
+        return (after if len(calls) > 1 else (None, *after[1:])), told
+
+    monkeypatch.setattr(interpreter, "accept", forgetful)
+    with pytest.raises(DivergenceError, match=r"SM \d, step 1, .* another SM "):
+        decoder.interpret([request_], seed=0)
