@@ -112,7 +112,7 @@ class MegakernelBackend:
         """
         self._runtime = runtime
         self._scores = scores
-        self._listener = listener
+        self.listener = listener
         self._config = config
         self._rules = rules
         self._language_rules = _language_rules(rules.special, config.n_vocab)
@@ -130,7 +130,7 @@ class MegakernelBackend:
             raise ValueError(f"{len(windows)} windows for {len(self._free)} free slots")
         slots = self._free[: len(windows)]
         with torch.inference_mode(), device_errors():
-            lengths = self._listener.listen(windows, slots)
+            lengths = self.listener.listen(windows, slots)
         audios = [
             None if n_positions is None else SlotAudio(slot, n_positions)
             for slot, n_positions in zip(slots, lengths, strict=True)
@@ -183,7 +183,7 @@ class MegakernelBackend:
     def _slot_request(
         self, audio: SlotAudio, request: Request, rules: Rules, rules_index: int, *, temperature: float = 0.0
     ) -> SlotRequest:
-        n_tail, stride = self._listener.stage.n_tail, self._listener.stage.stride
+        n_tail, stride = self.listener.stage.n_tail, self.listener.stage.stride
         return slot_request(
             request if temperature == 0 else replace(request, draft=()),
             rules,
