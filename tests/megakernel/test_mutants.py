@@ -236,9 +236,16 @@ def aux(program, rng):
 
 def unit_counts(program, rng):
     phase = any_phase(program, rng, *ATTENTION)
-    word = rng.choice([Phase.N_HEADS, Phase.N_BLOCKS, Phase.BLOCK])
+    word = rng.choice([Phase.N_HEADS, Phase.N_BLOCKS])
     value = int(program.phases[phase, word])
     return with_phase_word(program, phase, word, other(rng, value, value - 1, value + 1, value // 2, 2 * value))
+
+
+def block_size(program, rng):
+    """Half or twice; a border moved by one position can vanish when the row is rounded."""
+    phase = any_phase(program, rng, *ATTENTION)
+    value = int(program.phases[phase, Phase.BLOCK])
+    return with_phase_word(program, phase, Phase.BLOCK, rng.choice([value // 2, 2 * value]))
 
 
 def layer(program, rng):
@@ -268,10 +275,13 @@ def k_warps(program, rng):
 
 
 def flag(program, rng):
+    """Not one that the body does not look at, nor a new begin of the stream behind its last use."""
     phase = any_phase(program, rng, Op.LINEAR, Op.HEAD)
-    used = list(Flag) if program.phases[phase, Phase.OP] == Op.LINEAR else [Flag.NORM]  # HEAD looks at no other
+    used = {Flag.NORM} if program.phases[phase, Phase.OP] == Op.HEAD else set(Flag)
+    if phase == np.flatnonzero(program.phases[:, Phase.FLAGS] & Flag.RESIDUAL)[-1]:
+        used -= {Flag.STREAM}
     value = int(program.phases[phase, Phase.FLAGS])
-    return with_phase_word(program, phase, Phase.FLAGS, value ^ rng.choice(used))
+    return with_phase_word(program, phase, Phase.FLAGS, value ^ rng.choice(sorted(used)))
 
 
 def opcode(program, rng):
@@ -332,6 +342,7 @@ SEEN_WHEN_RUN: tuple[Mutation, ...] = (
     group,
     aux,
     unit_counts,
+    block_size,
     layer,
     kept_heads,
     row_sizes,
