@@ -98,7 +98,8 @@ def test_a_key_never_reaches_the_log(engine, caplog, monkeypatch) -> None:
                 subprotocols=[subprotocol, prefix + KEY],
                 additional_headers={"Authorization": f"Bearer {KEY}"},
             ) as stream:
-                stream.send(HELLO)
+                if path != "/v1/stream":  # there the fault comes with the session
+                    stream.send("{")
                 assert hear(stream, "error")
         httpx2.get(f"http://{address}/v1/models", headers={"Authorization": f"Bearer {KEY}"})
     of_the_server = [record for record in caplog.records if not record.name.startswith(CLIENT_LOGGERS)]
