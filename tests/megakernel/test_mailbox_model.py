@@ -11,8 +11,10 @@ import pytest
 
 from megakernel.interpreter import Residency
 from megakernel.isa import CommandKind, Control, EndReason, FaultKind, LeaveReason
+from megakernel.launcher import Mode
 from megakernel.mailbox import DoneRecord, SegmentRecord, TokenRecord
 from megakernel.request import encode_request
+from megakernel.runtime import Runtime
 from megakernel.slots import OpenSlots
 
 N_REQUESTS = 10
@@ -168,3 +170,74 @@ def test_whatever_the_host_does_each_request_gets_its_tokens_once(decoders, n_sm
         host.play()
         reasons |= host.reasons
     assert reasons == set(LeaveReason)
+
+
+# ---------------------------------------------------------------------- the runtime itself as the host
+
+
+class InterpretedLaunches:
+    """The interpreted loop where the runtime expects a GPU."""
+
+    def __init__(self, decoder, seed):
+        self.device, self.mailbox = decoder.device()
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self.is_running = False
+
+    def clock(self):
+        return self.now_s
+
+    def start(self, start):
+        assert not self.is_running
+        assert start.mode is Mode.LOOP
+        device = self.device
+        assert (start.epoch, start.n_commands, start.n_records) == (device.epoch, device.n_commands, device.n_records)
+        device.start(self.rng.randrange(1 << 30), max_steps=self.rng.choice([2, 5, start.max_steps]))
+        self.is_running = True
+
+    def has_left(self):
+        self.now_s += 1e-4
+        if self.is_running and self.device.advance(self.rng.choice([1, 10, 100, 400])):
+            self.is_running = False
+        return not self.is_running
+
+    def wait_for(self, event):
+        raise AssertionError(f"nobody recorded {event}")
+
+    def clear(self, *, state):
+        assert not self.is_running
+        self.device.clear(state=state)
+
+    def close(self):
+        assert not self.is_running
+
+
+@pytest.mark.parametrize("n_sms", [2, 3, 4])
+def test_the_runtime_brings_every_request_to_its_end_over_a_stall(decoders, n_sms):
+    decoder = decoders[n_sms - 2]
+    for seed in range(N_HOSTS // 2):
+        rng = random.Random(seed)
+        launches = InterpretedLaunches(decoder, seed)
+        runtime = Runtime(decoder.program, launches, n_rules=2, clock=launches.clock)
+        runtime.inject_stall(sm=rng.randrange(n_sms), step=rng.randrange(2))
+        waiting, outcomes, of_slot = requests_of(decoder, rng), {}, {}
+        while waiting or of_slot:
+            free = sorted(set(range(8)) - set(of_slot))
+            if waiting and free and rng.random() < 0.3:
+                slot, request = rng.choice(free), waiting.pop()
+                of_slot[slot] = runtime.open(slot, request)
+                outcomes[of_slot[slot]] = Outcome(decoder, request)
+            if of_slot and rng.random() < 0.05:
+                slot = rng.choice(list(of_slot))
+                runtime.cancel(slot)
+                outcomes[of_slot[slot]].is_cancelled = True
+            for record in runtime.records():
+                outcomes[record.ticket].take(record)
+                if isinstance(record, DoneRecord):
+                    assert of_slot.pop(record.slot) == record.ticket
+        assert [fault.kind for fault in runtime.faults] == [FaultKind.TIMEOUT]
+        assert len(outcomes) == N_REQUESTS
+        for outcome in outcomes.values():
+            outcome.verify()
+        runtime.leave()
+        runtime.close()
