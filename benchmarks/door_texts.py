@@ -1,0 +1,199 @@
+"""Whether text through a door is the text through the native protocol: the same samples, turns and engine.
+
+On a virtual clock, where a decode takes no time, so that both sides decode the same windows. Run from the project's
+root; prints Markdown:
+
+    python -m benchmarks.door_texts > benchmarks/results/door_texts.md
+"""
+
+import argparse
+import base64
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.recordings import DEFAULT_MANIFEST, read_manifest
+from benchmarks.report import heading
+from gateway.config import DEFAULT_HANGOVER_MS, SessionConfig
+from gateway.doors import native, openai_realtime, openai_rest
+from gateway.doors.door import Door, Frame, House, Knock
+from gateway.effects import Close, Said
+from gateway.messages import EngineItem
+from gateway.session import ServedModel, Session
+from gateway.simulation import DoorSimulation, Simulation, Told
+from streaming.engine import SpeechEngine
+from vad.audio import SAMPLE_RATE_HZ
+from vad.detector import SpeechDetector
+from vad.gate import GateSettings
+
+Samples = NDArray[np.float32]  # [n_samples] at 16 kHz
+Timed = tuple[float, Frame]
+
+GATE = GateSettings(hangover_ms=DEFAULT_HANGOVER_MS)
+FRAME_S = 0.02
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a client of a door sends a recording, and what its final text is; and a native client that does the same."""
+
+    open_door: Callable[[House], Door]
+    frames: Callable[[Samples], Iterator[Timed]]
+    text: Callable[[list[Frame]], str]
+    native_frames: Callable[[Samples], Iterator[Timed]]
+
+
+def knock(path: str, **query: str) -> Knock:
+    """A handshake."""
+    return Knock(path=path, query=tuple(query.items()))
+
+
+def pcm(samples: Samples) -> bytes:
+    """16 bits, as every protocol can carry them."""
+    return (np.clip(samples, -1, 1) * 32_767).astype("<i2").tobytes()
+
+
+def in_time(data: bytes, bytes_per_s: int, frame_s: float = FRAME_S) -> Iterator[tuple[float, bytes]]:
+    """Frames of ``frame_s``, each when its last sample was spoken."""
+    n_bytes = round(frame_s * bytes_per_s)
+    for at in range(0, len(data), n_bytes):
+        yield min(at + n_bytes, len(data)) / bytes_per_s, data[at : at + n_bytes]
+
+
+# ---------------------------------------------------------------- native
+
+
+def _native_live(samples: Samples) -> Iterator[Timed]:
+    yield 0.0, _hello()
+    yield from in_time(pcm(samples), 2 * SAMPLE_RATE_HZ)
+    yield len(samples) / SAMPLE_RATE_HZ, '{"type": "bye"}'
+
+
+def _native_at_once(samples: Samples) -> Iterator[Timed]:
+    yield 0.0, _hello(partial_interval_ms=openai_rest.PARTIAL_INTERVAL_MS)
+    for _, block in in_time(pcm(samples), 2 * SAMPLE_RATE_HZ, 1.0):
+        yield 0.0, block
+    yield 0.0, '{"type": "bye"}'
+
+
+def _hello(**more: int) -> str:
+    return json.dumps({"type": "hello", "audio": {"encoding": "s16le", "sample_rate_hz": SAMPLE_RATE_HZ}, **more})
+
+
+def _native_text(frames: list[Frame]) -> str:
+    messages = [json.loads(frame) for frame in frames]
+    return " ".join(message["text"] for message in messages if message["type"] == "final" and message["text"])
+
+
+# ---------------------------------------------------------------- OpenAI
+
+
+def _realtime_live(samples: Samples) -> Iterator[Timed]:
+    turns = {
+        "type": "server_vad",
+        "threshold": GATE.threshold,
+        "prefix_padding_ms": GATE.pre_roll_ms,
+        "silence_duration_ms": GATE.hangover_ms,
+    }
+    given = {"format": {"type": "audio/pcm", "rate": SAMPLE_RATE_HZ}, "turn_detection": turns}
+    yield 0.0, json.dumps({"type": "session.update", "session": {"audio": {"input": given}}})
+    for at_s, data in in_time(pcm(samples), 2 * SAMPLE_RATE_HZ):
+        audio = base64.b64encode(data).decode()
+        yield at_s, json.dumps({"type": "input_audio_buffer.append", "audio": audio})
+    yield len(samples) / SAMPLE_RATE_HZ, '{"type": "input_audio_buffer.commit"}'
+
+
+def _realtime_text(frames: list[Frame]) -> str:
+    events = [json.loads(frame) for frame in frames]
+    kind = "conversation.item.input_audio_transcription.completed"
+    return " ".join(event["transcript"] for event in events if event["type"] == kind and event["transcript"])
+
+
+def _rest_at_once(samples: Samples) -> Iterator[Timed]:
+    heard = np.frombuffer(pcm(samples), "<i2").astype("<f4") / np.float32(32_768)
+    for at in range(0, len(heard), SAMPLE_RATE_HZ):
+        yield 0.0, heard[at : at + SAMPLE_RATE_HZ].tobytes()
+    yield 0.0, b""
+
+
+def _rest_text(frames: list[Frame]) -> str:
+    return str(json.loads(frames[-1])["text"])
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "openai_realtime": Recipe(
+        lambda house: openai_realtime.open_door(knock("/v1/realtime"), house).door,
+        _realtime_live,
+        _realtime_text,
+        _native_live,
+    ),
+    "openai_rest": Recipe(
+        lambda house: openai_rest.open_door(knock("/v1/audio/transcriptions", model="whisper-1"), house).door,
+        _rest_at_once,
+        _rest_text,
+        _native_at_once,
+    ),
+}
+
+
+# ---------------------------------------------------------------- runs
+
+
+def text_through(recipe: Recipe, samples: Samples, engine: SpeechEngine, detector: SpeechDetector) -> tuple[str, str]:
+    """The final text through the door, and through the native protocol."""
+    house = House({engine.card.name: engine.card}, GATE, SessionConfig())
+    native_door = native.open_door(knock("/v1/stream"), house).door
+    here = _run(recipe.open_door(house), recipe.frames(samples), engine, detector)
+    there = _run(native_door, recipe.native_frames(samples), engine, detector)
+    return recipe.text(here), _native_text(there)
+
+
+def _run(door: Door, frames: Iterator[Timed], engine: SpeechEngine, detector: SpeechDetector) -> list[Frame]:
+    served = {engine.card.name: ServedModel(engine.card, EngineItem(engine.backend, engine.why))}
+
+    def open_session(now_s: float, hear: Callable[[Said, float], None]) -> Simulation:
+        state = detector.initial_state()
+        session = Session("session", served, state, config=SessionConfig(), gate=GATE, now_s=now_s)
+        return Simulation(session, engine, detector, hear=hear)
+
+    told: list[Told] = DoorSimulation(door, open_session).run(frames)
+    return [item.frame for item in told if not isinstance(item.frame, Close)]
+
+
+def same_words(here: str, there: str) -> bool:
+    """Whether two texts are one, but for the spaces where their segments join."""
+    return here.split() == there.split() or "".join(here.split()) == "".join(there.split())
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="whisper-tiny.en")
+    parser.add_argument("--manifest", type=Path, default=DEFAULT_MANIFEST)
+    parser.add_argument("--every", type=int, default=1, help="take every nth recording")
+    arguments = parser.parse_args()
+    from models.catalog import load_engine
+    from vad.silero import SileroDetector
+
+    engine, detector = load_engine(arguments.model, n_threads=1), SileroDetector()
+    recordings = read_manifest(arguments.manifest, languages=None, every=arguments.every)
+    print(heading("Text through each door against the native protocol"))
+    print("Final text of the same samples with the same turn settings, on a virtual clock.\n")
+    print("| door | recordings | same text | differing |")
+    print("|---|---|---|---|")
+    for name, recipe in RECIPES.items():
+        differing = [
+            recording.recording_id
+            for recording in recordings
+            if not same_words(*text_through(recipe, recording.samples(), engine, detector))
+        ]
+        n_same = len(recordings) - len(differing)
+        print(f"| `{name}` | {len(recordings)} | {n_same} | {', '.join(differing) or 'none'} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Real speech through every door, with the real model and detector: the text is that of the native protocol."""
+
+from functools import cache
+
+import jiwer
+import numpy as np
+import pytest
+import soundfile
+import soxr
+from whisper_normalizer.english import EnglishTextNormalizer
+
+from benchmarks.door_texts import RECIPES, Samples, same_words, text_through
+from models.catalog import load_engine
+from models.errors import ModelUnavailableError
+from models.store import recording
+from streaming.engine import SpeechEngine
+from vad.audio import SAMPLE_RATE_HZ
+from vad.silero import SileroDetector
+
+pytestmark = [pytest.mark.weights, pytest.mark.e2e]
+
+HOPE_TEXT = "It was the spring of hope, it was the winter of despair."
+_normalise = EnglishTextNormalizer()
+
+
+@cache
+def engine() -> SpeechEngine:
+    try:
+        return load_engine("whisper-tiny.en", n_threads=1)
+    except ModelUnavailableError as error:
+        pytest.skip(f"the weights can't be had here: {error}")
+
+
+@cache
+def hope() -> Samples:
+    """Half a second of silence, the sentence, and a second of silence."""
+    try:
+        samples, rate_hz = soundfile.read(recording("two_cities"), dtype="float32")
+    except ModelUnavailableError as error:
+        pytest.skip(f"the recording can't be had here: {error}")
+    said = soxr.resample(samples[int(17.4 * rate_hz) : int(20.9 * rate_hz)], rate_hz, SAMPLE_RATE_HZ)
+    return np.concatenate([np.zeros(8_000, np.float32), said, np.zeros(16_000, np.float32)])
+
+
+@pytest.mark.parametrize("door", RECIPES)
+def test_the_text_is_that_of_the_native_protocol(door: str) -> None:
+    here, there = text_through(RECIPES[door], hope(), engine(), SileroDetector())
+    assert same_words(here, there)
+    assert jiwer.wer(_normalise(HOPE_TEXT), _normalise(here)) == 0
+
+
+@pytest.mark.parametrize("door", RECIPES)
+@pytest.mark.parametrize("gap_ms", [0, 100])
+def test_the_last_word_just_before_the_end_is_heard(door: str, gap_ms: int) -> None:
+    cut = int((0.5 + 3.1) * SAMPLE_RATE_HZ)  # to the last of "despair"
+    said = np.concatenate([hope()[:cut], np.zeros(gap_ms * 16, np.float32)])
+    here, _ = text_through(RECIPES[door], said, engine(), SileroDetector())
+    assert _normalise(here).split()[-1] == "despair"
+
+
+@pytest.mark.parametrize("door", RECIPES)
+def test_what_is_not_speech_gives_no_text(door: str) -> None:
+    noise = np.random.default_rng(7).normal(0, 0.1, 5 * SAMPLE_RATE_HZ).astype(np.float32)
+    here, there = text_through(RECIPES[door], noise, engine(), SileroDetector())
+    assert here == there == ""
