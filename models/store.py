@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .container import INDEX_SUFFIX, WeightsKind
 from .errors import ModelFilesError, ModelUnavailableError, UnknownModelError
-from .weights import INDEX_SUFFIX, WeightsKind
 from .wheels import Bundle, PinnedFile, Wheel, cache_folder, cached, fetch
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,18 +20,12 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from .container import INDEX_SUFFIX, WeightsKind
 from .errors import WeightsError
 
 Tensors = dict[str, torch.Tensor]
 
 NO_TIES: Mapping[str, str] = MappingProxyType({})
-
-
-class WeightsKind(StrEnum):
-    """The container that weights lie in."""
-
-    CTRANSLATE2 = "ctranslate2"
-    SAFETENSORS = "safetensors"
 
 
 def read_weights(path: Path, kind: WeightsKind) -> Tensors:
@@ -91,9 +84,6 @@ def _refuse(what: str, **faults: list[str]) -> None:
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------
-
-INDEX_SUFFIX = ".index.json"
-
 
 def read_safetensors(path: Path) -> Tensors:
     """Tensors of one ``*.safetensors`` file, or of all shards that a ``*.safetensors.index.json`` beside them names.

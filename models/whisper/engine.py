@@ -18,6 +18,7 @@ from streaming.transcript import Hypothesis, Quality, Word
 from vad.audio import SpeechSpan, samples_from_ms
 
 from ..store import ModelFiles
+from ..timeline import Timeline
 from ..tokenizer import WhisperTokenizer, group_words
 from .backend import Audio, BackendError, Backends, Writing
 from .config import WhisperConfig
@@ -121,9 +122,11 @@ class WhisperEngine:
         Raises:
             ModelFilesError: if the files are not those of a Whisper.
         """
-        from .loading import load  # the backends, of which some need a device
+        timeline = Timeline()
+        with timeline.part("import"):
+            from .loading import load  # the backends, of which some need a device
 
-        backends, config, tokenizer = load(files, name=name, n_threads=n_threads)
+        backends, config, tokenizer = load(files, timeline, name=name, n_threads=n_threads)
         return cls(backends, config, tokenizer, name=name)
 
     @property

@@ -43,7 +43,9 @@ CUBINS = "cubins"  # folder of compiled kernels in the cache
 MIN_CAPABILITY = (8, 0)  # of a CUDA device: bfloat16 in its tensor cores
 
 
-def load(files: ModelFiles, *, name: str, n_threads: int | None) -> tuple[Backends, WhisperConfig, WhisperTokenizer]:
+def load(
+    files: ModelFiles, timeline: Timeline, *, name: str, n_threads: int | None
+) -> tuple[Backends, WhisperConfig, WhisperTokenizer]:
     """Read a checkpoint and open the fastest backend that works. What the time went into is logged.
 
     Raises:
@@ -51,7 +53,6 @@ def load(files: ModelFiles, *, name: str, n_threads: int | None) -> tuple[Backen
     """
     if n_threads is not None:
         torch.set_num_threads(n_threads)
-    timeline = Timeline()
     with timeline.part("tokenizer"):
         tokenizer = WhisperTokenizer.load(files.tokenizer)
     with timeline.part("weights"):

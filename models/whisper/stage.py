@@ -24,11 +24,11 @@ from .reference import Attention, DecoderLayer, EncoderLayer, SilentTail, Whispe
 from .window import DIGITAL_SILENCE, FRAMES_PER_POSITION, LOUDEST_FEATURE, POSITION_SAMPLES, encoded_positions
 
 # Lengths that windows are encoded at. What is behind a window's own end is masked, so they change nothing but the time.
-# Steps are small where streams are; multiples of 8 keep attention's rows aligned.
+# Steps are small where streams are; multiples of 16 spare attention a padded copy of its bias in every layer.
 _STEP_POSITIONS = 64
 _LONG_STEP_POSITIONS = 128
 _LONG_FROM_POSITIONS = 768
-_ALIGNMENT = 8
+_ALIGNMENT = 16
 _GROUPS = (8, 4, 2, 1)  # windows that are encoded together
 _GROUP_COST_POSITIONS = 600  # what a group costs besides, as positions: large-v3's encoder on an H200, 250 to 4000
 
@@ -314,10 +314,10 @@ class _Captured:
 
     def fill(self, windows: Sequence[tuple[NDArray[np.float32], int, int]]) -> None:
         """Take (samples, positions, slot) of each window. What was run before must be over."""
-        self._host_samples.zero_()
+        rows, numbers = self._host_samples.numpy(), self._host_numbers.numpy()
         for index, (samples, n_positions, slot) in enumerate(windows):
-            self._host_samples[index, : len(samples)] = torch.from_numpy(samples)
-            self._host_numbers[0, index], self._host_numbers[1, index] = n_positions, slot
+            rows[index, : len(samples)], rows[index, len(samples) :] = samples, 0.0
+            numbers[:, index] = n_positions, slot
 
     def run(self) -> list[float]:
         """Carry it out; the windows' loudest features."""

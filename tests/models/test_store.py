@@ -21,7 +21,7 @@ from models.store import (
     read_hf_config,
     recording,
 )
-from models.weights import WeightsKind
+from models.container import WeightsKind
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

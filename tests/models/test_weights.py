@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from models.errors import WeightsError
-from models.weights import WeightsKind, load_exactly, read_ctranslate2, read_safetensors, read_weights
+from models.container import WeightsKind
+from models.weights import load_exactly, read_ctranslate2, read_safetensors, read_weights
 
 D_MODEL = 64  # one head
 TYPE_IDS = {torch.float32: 0, torch.int8: 1, torch.int16: 2, torch.float16: 4, torch.bfloat16: 5}
