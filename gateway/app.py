@@ -22,7 +22,7 @@ from gateway.doors import native, openai_realtime, openai_rest
 from gateway.doors.door import AdmissionError, DoorKind
 from gateway.exchange import Upload, exchange, read_form
 from gateway.keys import Keys
-from gateway.messages import MAX_FRAME_BYTES, EngineItem
+from gateway.messages import MAX_FRAME_BYTES
 from gateway.metrics import CONTENT_TYPE
 from gateway.server import Server, knock_of
 from gateway.session import ServedModel, model_item
@@ -66,9 +66,7 @@ def build_app(
     """
     _check_capabilities(config, engines)
     detector = detector or SileroDetector()
-    models = {
-        name: ServedModel(engine.card, EngineItem(engine.backend, engine.why)) for name, engine in engines.items()
-    }
+    models = {name: ServedModel(engine.card, engine) for name, engine in engines.items()}
     server = Server(models, Worker(engines, detector), detector, config, keys)
 
     @asynccontextmanager

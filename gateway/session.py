@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, auto
-from typing import TypeVar, assert_never
+from typing import Protocol, TypeVar, assert_never
 
 import numpy as np
 from msgspec import UnsetType, structs
@@ -94,12 +94,24 @@ class Priority(IntEnum):
     PARTIAL = 1
 
 
+class Computing(Protocol):
+    """What a model computes on. It may change: an engine goes on elsewhere when its device fails."""
+
+    @property
+    def backend(self) -> str:
+        """Its name."""
+
+    @property
+    def why(self) -> str:
+        """Why no faster one."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model as a session sees it."""
 
     card: ModelCard
-    engine: EngineItem
+    engine: Computing
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +456,7 @@ class Session:
             language=settings.options.language or (card.languages[0] if len(card.languages) == 1 else None),
             granted=tuple(sorted(negotiated.granted)),
             declined=(*sorted(negotiated.declined), *unknown),
-            engine=self._models[name].engine,
+            engine=EngineItem(self._models[name].engine.backend, self._models[name].engine.why),
             models=tuple(model_item(served.card) for served in self._models.values()),
             limits=Limits(MAX_FRAME_BYTES, self._config.max_unacked_s, self._config.resume_window_s),
         )

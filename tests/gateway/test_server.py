@@ -527,6 +527,23 @@ def test_health_and_models_answer(address: str) -> None:
     assert models["models"][0]["name"] == "scripted" and "word_times" in models["models"][0]["capabilities"]
 
 
+def test_health_and_ready_tell_what_computes_now() -> None:
+    class Moving(ScriptedEngine):
+        """Goes on elsewhere when told to."""
+
+        backend, why = "fast", "the fastest there is"
+
+    moving = Moving(recite("it was", start_sample=8_000))
+    with served(moving) as address:
+        for backend, why in (("fast", "the fastest there is"), ("slow", "fast failed")):
+            moving.backend, moving.why = backend, why
+            health = json.load(urllib.request.urlopen(f"http://{address}/health", timeout=DEADLINE_S))
+            assert health["engines"] == [{"model": "scripted", "backend": backend, "why": why}]
+            with open_stream(address) as stream:
+                stream.send(json.dumps(HELLO))
+                assert json.loads(stream.recv(DEADLINE_S))["engine"] == {"backend": backend, "why": why}
+
+
 def test_page_is_served_and_never_kept_without_asking(address: str) -> None:
     with urllib.request.urlopen(f"http://{address}/", timeout=DEADLINE_S) as page:
         assert page.headers["Cache-Control"] == "no-cache" and b"<html" in page.read()
