@@ -61,11 +61,3 @@ class Ingest:
     def drop_cut_frame(self) -> None:
         """Forget the bytes of a cut sample frame: the next packet begins with a whole one."""
         self._cut_frame = b""
-
-    def sample_at(self, input_sample: int) -> int:
-        """The first 16 kHz sample at or behind an input sample."""
-        return self._resampler.output_position(input_sample)
-
-    def input_sample_at(self, sample: int) -> int:
-        """The last input sample at or before a 16 kHz sample."""
-        return self._resampler.input_position(sample)

@@ -85,6 +85,7 @@ def _refuse(what: str, **faults: list[str]) -> None:
 
 # --- safetensors -----------------------------------------------------------------------------------------------------
 
+
 def read_safetensors(path: Path) -> Tensors:
     """Tensors of one ``*.safetensors`` file, or of all shards that a ``*.safetensors.index.json`` beside them names.
 

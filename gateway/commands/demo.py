@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Fetch, serve, stream, score; 1 if too many words are wrong."""
-    from models.store import TWO_CITIES_TEXT, find_model, recording  # torch
+    from models.store import TWO_CITIES_TEXT, find_model, recording
 
     with waiting(f"fetching {arguments.model} and a recording"):
         find_model(arguments.model)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from models.catalog import list_models
 from models.errors import ModelError
+from models.store import find_model
 from streaming.capability import Capability
 
 HELP = "list the models, what each can do and which are on this machine"
@@ -30,8 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def here(name: str, size_mb: int) -> str:
     """Whether the model's files are on this machine."""
-    from models.store import find_model  # torch
-
     if size_mb == 0:
         return "yes"
     try:

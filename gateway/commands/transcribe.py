@@ -98,6 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
         vocabulary=tuple(arguments.vocabulary),
     )
     parts = list(_with_progress(transcribed(samples, engine, detector, options), seconds(len(samples))))
+    if not parts:
+        print(f"senseway: {arguments.file}: nobody speaks in it", file=sys.stderr)
     text = _WRITERS[arguments.format](parts)
     if arguments.output is None:
         sys.stdout.write(text)
@@ -163,6 +165,8 @@ def _plus(sample: int | None, n_samples: int) -> int | None:
 
 
 def _read(path: Path, channel: int | None) -> NDArray[np.float32]:
+    if not path.is_file():
+        raise CommandError(f"there is no file {path}")
     try:
         samples, info = read_audio(path, channel=channel)
     except AudioFileError as error:

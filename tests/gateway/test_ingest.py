@@ -1,7 +1,6 @@
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,10 +71,3 @@ def test_what_was_mended_is_counted_in_the_call_that_brought_it() -> None:
     second = ingest.push(np.array([0.5], dtype="<f4").tobytes())
     assert (first.n_non_finite, first.n_clipped) == (1, 1)
     assert (second.n_non_finite, second.n_clipped) == (0, 0)
-
-
-@pytest.mark.parametrize("rate_hz", [8_000, 16_000, 44_100])
-def test_positions_translate_between_the_clocks(rate_hz: int) -> None:
-    ingest = Ingest(AudioFormat("s16le", rate_hz))
-    assert ingest.sample_at(rate_hz * 7200) == 16_000 * 7200
-    assert ingest.input_sample_at(16_000 * 7200) == rate_hz * 7200

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from models.container import WeightsKind
 from models.errors import ModelFilesError, ModelUnavailableError, UnknownModelError
 from models.store import (
     HUB_MODELS,
@@ -21,7 +22,6 @@ from models.store import (
     read_hf_config,
     recording,
 )
-from models.container import WeightsKind
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from models.errors import WeightsError
 from models.container import WeightsKind
+from models.errors import WeightsError
 from models.weights import load_exactly, read_ctranslate2, read_safetensors, read_weights
 
 D_MODEL = 64  # one head

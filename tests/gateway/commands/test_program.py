@@ -11,10 +11,10 @@ import pytest
 import soundfile
 
 from gateway import __main__ as entry
+from gateway.commands import pull
 from gateway.commands.demo import serving
 from gateway.commands.program import COMMANDS, parser, run
 from gateway.commands.waiting import waiting
-from models import store
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -50,7 +50,7 @@ def test_ctrl_c_is_exit_code_130_without_a_traceback(
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store, "find_model", interrupted)
+    monkeypatch.setattr(pull, "find_model", interrupted)
     assert run(["pull", "whisper-base"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -61,6 +61,11 @@ def test_a_reader_that_leaves_is_no_failure() -> None:
         ["bash", "-c", f"set -o pipefail; {command}"], cwd=REPOSITORY, capture_output=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_listing_the_models_needs_no_torch() -> None:
+    program = "import sys\nfrom gateway.commands.program import run\nrun(['models'])\nsys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.DEVNULL, check=True)
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -15,7 +15,7 @@ from gateway.client import AudioFormat
 from gateway.commands import stream
 from gateway.commands.audio_source import AudioSource, as_s16le, open_source
 from gateway.commands.failure import CommandError
-from gateway.commands.program import parser
+from gateway.commands.program import parser, run
 
 FORMAT = AudioFormat("s16le", 16_000)
 
@@ -99,6 +99,17 @@ def test_a_file_that_is_no_audio_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no audio at all")
     with pytest.raises(CommandError, match=r"notes\.txt"):
         asyncio.run(collected(open_source(str(tmp_path / "notes.txt"), raw=None)))
+
+
+@pytest.mark.parametrize("url", ["ws://127.0.0.1:9/v1/stream", "http://127.0.0.1:9/"])
+def test_where_no_server_is_a_way_to_start_one_is_told(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soundfile.write(tmp_path / "a.wav", np.zeros(1_600), 16_000)
+    assert run(["stream", str(tmp_path / "a.wav"), "--url", url]) == 1
+    said = capsys.readouterr().err
+    assert f"no session at {url}" in said
+    assert "`senseway serve` starts one, whose stream is at ws://127.0.0.1:8300/v1/stream" in said
 
 
 def test_raw_audio_is_only_read_from_a_pipe(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from gateway.commands import transcribe
 from gateway.commands.failure import CommandError
 from gateway.commands.program import parser, run
 from gateway.commands.transcribe import Part, as_json, as_text, speech_regions, transcribed
+from models import catalog
 from streaming.engine import DecodeOptions, UnsupportedOptionError
 from streaming.transcript import Word
 from vad.audio import SAMPLE_RATE_HZ, SpeechSpan
@@ -108,6 +109,21 @@ def test_a_model_that_takes_no_recordings_is_refused(tmp_path: Path, capsys: pyt
     soundfile.write(tmp_path / "a.wav", np.zeros(1_600), RATE)
     assert run(["transcribe", str(tmp_path / "a.wav"), "--model", "scripted"]) == 1
     assert "scripted takes no whole recordings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["missing.wav", "."])
+def test_what_is_no_file_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["transcribe", str(tmp_path / name)]) == 1
+    assert capsys.readouterr().err == f"senseway: there is no file {tmp_path / name}\n"
+
+
+def test_a_recording_without_speech_gives_nothing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(catalog, "load_engine", lambda name, n_threads: CountingEngine())
+    soundfile.write(tmp_path / "quiet.wav", np.zeros(RATE), RATE)
+    assert run(["transcribe", str(tmp_path / "quiet.wav")]) == 0
+    assert capsys.readouterr() == ("", f"senseway: {tmp_path / 'quiet.wav'}: nobody speaks in it\n")
 
 
 def test_a_file_that_is_no_audio_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,15 @@
+"""How a model's weights lie in files: which containers there are, and how shards are told from one whole.
+
+Names only, apart from the readers in ``weights``, so that looking for files needs no torch.
+"""
+
+from enum import StrEnum
+
+INDEX_SUFFIX = ".index.json"  # model.safetensors.index.json says which shard holds which tensor
+
+
+class WeightsKind(StrEnum):
+    """The container that weights lie in."""
+
+    CTRANSLATE2 = "ctranslate2"
+    SAFETENSORS = "safetensors"
