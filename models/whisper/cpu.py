@@ -4,6 +4,8 @@
 the network computes.
 """
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +24,11 @@ class Int8Linear(nn.Module):
         weight = linear.weight.detach().float()
         scales = weight.abs().amax(dim=1).clamp_min(_TINY) / _INT8_MAX
         zeros = torch.zeros(len(scales), dtype=torch.long)
-        quantised = torch.quantize_per_channel(weight, scales, zeros, axis=0, dtype=torch.qint8)
+        with warnings.catch_warnings():
+            # torch 2.13 calls its own quantised kernels deprecated; they are the quickest it has on a CPU, and torch is
+            # pinned to releases that have them.
+            warnings.filterwarnings("ignore", "torch.quantize_per_tensor, torch.quantize_per_channel", UserWarning)
+            quantised = torch.quantize_per_channel(weight, scales, zeros, axis=0, dtype=torch.qint8)
         self.packed = torch.ops.quantized.linear_prepack(quantised, None)
         self.bias = None if linear.bias is None else linear.bias.detach().float()
 
