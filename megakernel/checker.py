@@ -20,10 +20,14 @@ from .errors import CompileError
 from .isa import (
     BATCH_GRANULES,
     BLOCK_STATS_WORDS,
+    CROSS_BLOCK,
     GRANULE_ROWS,
+    MAX_BLOCKS,
     N_WARPS,
     PARTIAL_WORDS,
     PROGRAM_VERSION,
+    SELF_BLOCK,
+    STATS_ELEMENTS,
     TILE_BYTES,
     TILE_K,
     Flag,
@@ -35,6 +39,7 @@ from .ops import FusedAttention, FusedHead, FusedLinear
 from .program import Program
 
 MAX_IMBALANCE = 0.02  # of an SM's bytes above the mean
+HEAD_SIZE = 64  # elements of a head that the kernel's attention takes
 N_REPLICAS = 4  # of rows in the exchange area: SM i reads number i mod 4
 
 Words = dict[Phase, int]
@@ -42,7 +47,7 @@ Words = dict[Phase, int]
 
 def check(program: Program) -> None:
     """Check every rule; the first that does not hold is a CompileError that names phase, SM and rule."""
-    for rule in (shapes, records, edges, epochs, buffers, granules, aux, residual, tape, balance, joins):
+    for rule in (shapes, records, limits, edges, epochs, buffers, granules, aux, residual, tape, balance, joins):
         rule(program)
 
 
@@ -134,6 +139,23 @@ def records(program: Program) -> None:
     n_dumped = sum(len(op.dumped_heads) for op in program.ops if isinstance(op, FusedAttention))
     if program.n_score_heads != n_dumped:
         raise wrong(program, f"{program.n_score_heads} heads' scores are kept, not {n_dumped}")
+
+
+def limits(program: Program) -> None:
+    """What the kernel's bodies are written for."""
+    if program.sizes.head_size != HEAD_SIZE:
+        raise wrong(program, f"heads of {program.sizes.head_size} elements, not {HEAD_SIZE}")
+    for phase, row in enumerate(program.phases):
+        kind, k, block = Op(int(row[Phase.OP])), int(row[Phase.K]), int(row[Phase.BLOCK])
+        if kind in (Op.LINEAR, Op.HEAD) and k % STATS_ELEMENTS:
+            raise wrong(program, f"rows of {k} elements are no pieces of {STATS_ELEMENTS}", phase)
+        if row[Phase.FLAGS] & (Flag.NORM | Flag.EMBED) and k != program.sizes.width:
+            raise wrong(program, f"norms and embeddings are of {program.sizes.width} elements, not {k}", phase)
+        if kind in (Op.ATTEND_SELF, Op.ATTEND_CROSS):
+            expected = SELF_BLOCK if kind == Op.ATTEND_SELF else CROSS_BLOCK
+            if block != expected or row[Phase.N_BLOCKS] > MAX_BLOCKS:
+                rule = f"{row[Phase.N_BLOCKS]} blocks of {block}, not at most {MAX_BLOCKS} of {expected}"
+                raise wrong(program, rule, phase)
 
 
 # ---------------------------------------------------------------------- who reads what, and when

@@ -17,6 +17,9 @@ MAX_ROWS = 16  # (slot, position) pairs of one step
 MAX_SLOTS = 8
 STATS_ELEMENTS = 128  # a norm's sums are taken over pieces of this many elements, then over the pieces in order
 X_ROW_PAD_BYTES = 64  # behind each row of activations in shared memory, against bank conflicts
+SELF_BLOCK = 64  # positions of the slot's own cache that one attention unit takes
+CROSS_BLOCK = 256  # positions of others' keys and values
+MAX_BLOCKS = 7  # of one row, whose results COMBINE holds beside each other
 
 
 class Op(IntEnum):

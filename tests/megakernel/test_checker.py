@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megakernel.checker import balance, buffers, check, epochs, granules, joins, records, residual, shapes
+from megakernel.checker import balance, buffers, check, epochs, granules, joins, limits, records, residual, shapes
 from megakernel.compile import compile_program
 from megakernel.errors import CompileError
-from megakernel.isa import Op, Phase, Task
+from megakernel.isa import Flag, Op, Phase, Task
 from megakernel.target import KNOWN, Target
 
 
@@ -63,6 +63,29 @@ def test_a_word_that_its_op_does_not_say_is_refused(program):
         records(replace(program, phases=changed(program.phases, (0, Phase.K_WARPS), 8)))
 
 
+def test_more_blocks_than_the_kernel_holds_are_refused(tiny_graph):
+    graph = tiny_graph(n_positions=512)
+    with pytest.raises(CompileError, match="phase 1 .*: 8 blocks of 64, not at most 7 of 64"):
+        check(compile_program(graph, Target("tiny", "sm_80", 3, 166_912, 8)))
+
+
+def test_blocks_of_another_size_than_the_kernels_are_refused(program):
+    with pytest.raises(CompileError, match="phase 5 .*: 2 blocks of 128, not at most 7 of 256"):
+        limits(replace(program, phases=changed(program.phases, (5, Phase.BLOCK), 128)))
+
+
+def test_a_norm_of_other_rows_than_the_streams_is_refused(program):
+    with pytest.raises(CompileError, match="phase 9 .*: norms and embeddings are of 128 elements, not 256"):
+        limits(replace(program, phases=changed(program.phases, (9, Phase.FLAGS), Flag.NORM)))
+    with pytest.raises(CompileError, match="phase 4 .*: rows of 160 elements are no pieces of 128"):
+        limits(replace(program, phases=changed(program.phases, (4, Phase.K), 160)))
+
+
+def test_heads_of_another_size_are_refused(program):
+    with pytest.raises(CompileError, match="heads of 32 elements, not 64"):
+        limits(replace(program, sizes=replace(program.sizes, head_size=32)))
+
+
 def test_an_epoch_that_two_phases_carry_is_refused(program):
     with pytest.raises(CompileError, match="phase 1 .*: epoch 1 does not follow 1"):
         epochs(replace(program, phases=changed(program.phases, (1, Phase.EPOCH), 1)))
@@ -81,7 +104,7 @@ def test_a_granule_of_two_sms_is_refused(program):
 
 
 def test_a_stream_that_changes_its_sm_is_refused(program):
-    last = [p for p, words in enumerate(program.phases) if words[Phase.FLAGS] & 8][-1]
+    last = [p for p, words in enumerate(program.phases) if words[Phase.FLAGS] & Flag.RESIDUAL][-1]
     with pytest.raises(CompileError, match=f"phase {last} .*, SM 1: owns other rows than in phase 3"):
         residual(replace(program, tasks=changed(program.tasks, (1, last, Task.N_GRANULES), 1)))
 
