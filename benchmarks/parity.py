@@ -75,7 +75,7 @@ class References:
     @staticmethod
     def of(model: Whisper, rules: RuleBook, device: str) -> "References":
         """``model`` is used up."""
-        rounded = Whisper(model.config)
+        rounded = Whisper.without_values(model.config)
         rounded.load_state_dict(model.state_dict())
         return References(model.eval().to(device), rounded.eval().to(device, torch.bfloat16), rules)
 

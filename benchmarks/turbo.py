@@ -90,13 +90,9 @@ def median_and_p95(values: list[float]) -> tuple[float, float]:
 def random_model(config: WhisperConfig = TURBO, device: str = "cuda") -> Whisper:
     """The whole network with random float32 weights on ``device``."""
     generator = torch.Generator(device=device).manual_seed(0)
-    with torch.device("meta"):
-        model = Whisper(config)
-    model.to_empty(device=device)
+    model = Whisper.without_values(config).to(device)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False).copy_(_random(name, tuple(parameter.shape), generator, device))
-    assert isinstance(model.proj_out, torch.nn.Linear), "not packed"
-    model.proj_out.weight = model.decoder.embed_tokens.weight
     return model.eval()
 
 

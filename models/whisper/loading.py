@@ -78,7 +78,7 @@ def read_model(files: ModelFiles) -> Whisper:
     """
     tensors = read_weights(files.weights, files.weights_kind)
     config = WhisperConfig.of({key: tuple(tensor.shape) for key, tensor in tensors.items()}, read_config(files))
-    model = Whisper(config)
+    model = Whisper.without_values(config)
     model.load(tensors)
     return model
 

@@ -282,6 +282,16 @@ class Whisper(nn.Module):
         head.weight = self.decoder.embed_tokens.weight
         self.proj_out: nn.Module = head
 
+    @classmethod
+    def without_values(cls, config: WhisperConfig) -> "Whisper":
+        """A network on the CPU whose weights are whatever lay in memory, to be loaded: drawing them takes seconds."""
+        with torch.device("meta"):
+            model = cls(config)
+        model.to_empty(device="cpu")
+        assert isinstance(model.proj_out, nn.Linear), "not packed"
+        model.proj_out.weight = model.decoder.embed_tokens.weight  # to_empty gave it a memory of its own
+        return model
+
     def silent_tail(self, mel: Tensor, *, stride: int) -> SilentTail:
         """The tail from the features [1, n_mels, 2·n_audio_positions] of a silent window."""
         every = slice(stride // 2, None, stride)

@@ -8,9 +8,6 @@ scores, rows and encoder frames of 20 ms. Does not know tokens, words or samples
 import numpy as np
 from numpy.typing import NDArray
 
-MEDIAN_WIDTH_FRAMES = 3
-
-
 ONSET_SHARE = 0.3  # of a token's highest attention: from there on the token is heard, before it is a pause
 
 
@@ -26,7 +23,7 @@ def token_spans(
     (mean error 101 for 81 ms, tiny.en), and its median over 7 frames did not help more than one over 3. A pause before
     a token lies on its stretch of the path; leaving it out by ``ONSET_SHARE`` brought 79 ms to 56 (base: 82 to 36).
     """
-    weights = median_filter(softmax(scores[:, n_head_rows:, :n_frames]), MEDIAN_WIDTH_FRAMES).mean(axis=0)
+    weights = median_of_three(softmax(scores[:, n_head_rows:, :n_frames])).mean(axis=0)
     path = np.append(warp(-weights), n_frames)
     starts, ends = path[:n_tokens], path[1 : n_tokens + 1]
     onsets = [_onset(row[start:end]) for row, start, end in zip(weights, starts, ends, strict=False)]
@@ -44,14 +41,16 @@ def softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
     return normalised
 
 
-def median_filter(values: NDArray[np.float32], width: int) -> NDArray[np.float32]:
-    """Median over ``width`` neighbours (odd) of the last axis, mirrored at its ends; unchanged if it is too short."""
-    reach = width // 2
-    if values.shape[-1] <= reach:
+def median_of_three(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Of each value and its neighbours on the last axis, mirrored at its ends; unchanged if there is but one.
+
+    By comparisons: a partition of every three took 6.4 of the 9.4 ms that the times of 64 tokens in 10 s took.
+    """
+    if values.shape[-1] < 2:
         return values
-    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(reach, reach)], mode="reflect")
-    windows = np.lib.stride_tricks.sliding_window_view(padded, width, axis=-1)
-    middle: NDArray[np.float32] = np.partition(windows, reach, axis=-1)[..., reach]
+    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(1, 1)], mode="reflect")
+    before, behind = padded[..., :-2], padded[..., 2:]
+    middle: NDArray[np.float32] = np.maximum(np.minimum(before, values), np.minimum(np.maximum(before, values), behind))
     return middle
 
 
