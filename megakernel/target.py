@@ -10,7 +10,7 @@ from .isa import MAX_ROWS, N_WARPS, TILE_BYTES, X_ROW_PAD_BYTES
 
 X_CHUNK_ELEMENTS = 1280  # of one row of activations that shared memory holds at MAX_ROWS; fewer rows hold more
 SUMS_BYTES = 16384  # partial sums of the warps, attention's scratch with the activations' part
-MISC_BYTES = 10240  # tables, rows, statistics, the residual stream
+MISC_BYTES = 16384  # tables, rows, statistics, the residual stream
 MIN_RING_TILES = 2
 
 

@@ -2,14 +2,14 @@
 // so the slot's own keys and values are always read by the very threads that wrote them. All warps share a unit: a thread
 // holds 8 dimensions of one position (of PIECES positions), which it loads before it waits for the queries.
 //
-// Scratch: scores [row][BLOCK] where linears keep their activations, sums over warps where they keep theirs.
+// Each warp sees its own positions to the end (largest score, exponentials, weighted values); the warps' results meet in
+// shared memory, in the place of activations and sums, where one barrier and one more pass make the block's.
 #pragma once
 
 #include "exchange.cuh"
 
 #define SCALE 0.125f          // 1 / sqrt(HEAD_SIZE)
-#define ROWS_TOGETHER 4       // whose sums over the warps fit beside each other
-#define BLOCK_WORDS (BLOCK_STATS_WORDS + HEAD_SIZE / 2)
+#define ROWS_TOGETHER 8       // whose sums over the warps fit beside each other
 
 struct Unit {
     u32 slot, head, block;
@@ -76,150 +76,156 @@ __device__ __forceinline__ void add_scaled(float (&sum)[8], float p, uint4 v) {
     sum[7] = fmaf(p, high_bf16(v.w), sum[7]);
 }
 
-// 8 elements of an exchanged row
-__device__ __forceinline__ uint4 take_piece(const Machine m, u32 buffer, u32 n, u32 row, u32 element, u32 epoch) {
-    const u64* from = row_words(m, buffer, n, row) + element / 2;
-    Pair a = peek_pair(from), b = peek_pair(from + 2);
-    settle(m, from, epoch, a);
-    settle(m, from + 2, epoch, b);
-    return make_uint4(a.first, a.second, b.first, b.second);
-}
+struct Piece {  // 8 elements of an exchanged row, asked for and perhaps not there yet
+    const u64* from;
+    Pair a, b;
 
-// This thread's piece of the keys (values) of one position: from the cache, or of this step, then into the cache too.
-template <bool CROSS>
-__device__ __forceinline__ uint4 load_piece(const Machine m, const Unit& unit, const Slot& slot, u32 first_position,
-                                            u32 position, u32 limit, u32 dimension, u32 is_value, u32 layer, u32 input,
-                                            u32 epoch) {
-    if (position >= limit) return make_uint4(0, 0, 0, 0);
-    u16* cache = m.at<u16>(CROSS ? PARAMETER_CROSS_CACHE : PARAMETER_SELF_CACHE) +
-                 cache_offset(unit.slot, layer, is_value, unit.head, CROSS ? N_CROSS_POSITIONS : N_POSITIONS) +
-                 position * HEAD_SIZE + dimension;
-    if (CROSS || position < first_position) return load_through(cache);
-    const u32 width = N_HEADS * HEAD_SIZE;
-    uint4 piece = take_piece(m, input, 3 * width, slot.first_row + position - first_position,
-                             (1 + is_value) * width + unit.head * HEAD_SIZE + dimension, epoch);
-    *(uint4*)cache = piece;
-    return piece;
+    __device__ __forceinline__ void ask(const Machine m, u32 buffer, u32 n, u32 row, u32 element) {
+        from = row_words(m, buffer, n, row) + element / 2;
+        a = peek_pair(from);
+        b = peek_pair(from + 2);
+    }
+    __device__ __forceinline__ uint4 get(const Machine m, u32 epoch) {
+        settle(m, from, epoch, a);
+        settle(m, from + 2, epoch, b);
+        return make_uint4(a.first, a.second, b.first, b.second);
+    }
+};
+
+// One row's view of this thread's positions, this warp's share of it left in ``sums`` [64] and ``stats``.
+template <bool CROSS, u32 PIECES>
+__device__ __forceinline__ void attend_row(const Machine m, uint4 q, const uint4 (&keys)[PIECES],
+                                           const uint4 (&values)[PIECES], u32 first, u32 seen, u32 n_plain,
+                                           float tail_bias, float* dump, float* sums, float2* stats) {
+    constexpr u32 POSITIONS = N_THREADS / 8;
+    float s[PIECES], top = NEGATIVE_INFINITY;
+#pragma unroll
+    for (u32 i = 0; i < PIECES; i++) {
+        const u32 position = first + i * POSITIONS;
+        s[i] = dot8(q, keys[i]);
+        s[i] += __shfl_xor_sync(0xffffffffu, s[i], 1);
+        s[i] += __shfl_xor_sync(0xffffffffu, s[i], 2);
+        s[i] += __shfl_xor_sync(0xffffffffu, s[i], 4);
+        s[i] = position < seen ? s[i] * SCALE : NEGATIVE_INFINITY;
+        if (CROSS && dump != nullptr && position < seen && (m.lane() & 7) == 0) dump[position] = s[i];
+        if (CROSS && position >= n_plain) s[i] += tail_bias;
+        top = fmaxf(top, s[i]);
+    }
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 8));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 16));
+    float total = 0, sum[8] = {};
+#pragma unroll
+    for (u32 i = 0; i < PIECES; i++) {
+        const float weight = s[i] == NEGATIVE_INFINITY ? 0.0f : expf(s[i] - top);
+        total += weight;
+        add_scaled(sum, weight, values[i]);
+    }
+    total += __shfl_xor_sync(0xffffffffu, total, 8);
+    total += __shfl_xor_sync(0xffffffffu, total, 16);
+#pragma unroll
+    for (int d = 0; d < 8; d++) {
+        sum[d] += __shfl_xor_sync(0xffffffffu, sum[d], 8);
+        sum[d] += __shfl_xor_sync(0xffffffffu, sum[d], 16);
+    }
+    if (m.lane() < 8) {
+        float4* to = (float4*)(sums + m.lane() * 8);
+        to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+        if (m.lane() == 0) *stats = make_float2(top, total);
+    }
 }
 
 template <bool CROSS>
 __device__ __forceinline__ void attend_unit(const Machine m, const Unit& unit) {
     constexpr u32 BLOCK = CROSS ? CROSS_BLOCK : SELF_BLOCK, PIECES = BLOCK * HEAD_SIZE / 8 / N_THREADS;
-    constexpr u32 POSITIONS = N_THREADS / 8;  // of one piece for each thread
+    constexpr u32 POSITIONS = N_THREADS / 8, WIDE = N_HEADS * HEAD_SIZE, Q_WIDE = CROSS ? WIDE : 3 * WIDE;
     const Slot& slot = m.misc().state.slots[unit.slot];
+    const u32 n_rows = slot.n_rows, slot_row = slot.first_row, n_plain = slot.n_plain;
+    const u32 first_position = m.misc().state.rows[slot_row].position;
     const u32 layer = m.field(PHASE_LAYER), input = m.field(PHASE_INPUT);
     const u32 input_epoch = m.epoch + m.field(PHASE_INPUT_EPOCH), epoch = m.epoch + m.field(PHASE_EPOCH);
-    const u32 width = N_HEADS * HEAD_SIZE, q_width = CROSS ? width : 3 * width;
-    const u32 first_position = m.misc().state.rows[slot.first_row].position;
-    const u32 begin = unit.block * BLOCK, limit = CROSS ? slot.n_positions : first_position + slot.n_rows;
-    const u32 dimension = (m.thread() & 7) * 8;
-    float* scores = (float*)m.x();  // [row of the slot][BLOCK]
-
-    uint4 keys[PIECES], values[PIECES];
-    if (CROSS) {
-#pragma unroll
-        for (u32 i = 0; i < PIECES; i++) {
-            u32 position = begin + (m.thread() >> 3) + i * POSITIONS;
-            keys[i] = load_piece<CROSS>(m, unit, slot, first_position, position, limit, dimension, 0, layer, input, 0);
-            values[i] = load_piece<CROSS>(m, unit, slot, first_position, position, limit, dimension, 1, layer, input, 0);
-        }
-    } else {
-        u32 position = begin + (m.thread() >> 3);
-        keys[0] = load_piece<CROSS>(m, unit, slot, first_position, position, limit, dimension, 0, layer, input,
-                                    input_epoch);
-        values[0] = load_piece<CROSS>(m, unit, slot, first_position, position, limit, dimension, 1, layer, input,
-                                      input_epoch);
-    }
-
+    const u32 limit = CROSS ? slot.n_positions : first_position + n_rows;
+    const u32 dimension = (m.thread() & 7) * 8, mine = unit.block * BLOCK + (m.thread() >> 3);
+    const float tail_bias = slot.tail_bias;
     // rows that look into this block: all, or those at or behind its begin
-    const u32 first_row = CROSS || first_position >= begin ? 0 : begin - first_position;
-    for (u32 r = first_row; r < slot.n_rows; r++) {
-        uint4 q = take_piece(m, input, q_width, slot.first_row + r, unit.head * HEAD_SIZE + dimension, input_epoch);
+    const u32 first_row = CROSS || first_position >= unit.block * BLOCK ? 0 : unit.block * BLOCK - first_position;
+
+    u16* cache = m.at<u16>(CROSS ? PARAMETER_CROSS_CACHE : PARAMETER_SELF_CACHE) +
+                 cache_offset(unit.slot, layer, 0, unit.head, CROSS ? N_CROSS_POSITIONS : N_POSITIONS) +
+                 mine * HEAD_SIZE + dimension;
+    const u64 to_values = (u64)N_HEADS * (CROSS ? N_CROSS_POSITIONS : N_POSITIONS) * HEAD_SIZE;
+    uint4 keys[PIECES], values[PIECES];
+    Piece query;
+    query.ask(m, input, Q_WIDE, slot_row + first_row, unit.head * HEAD_SIZE + dimension);
+    if (!CROSS && mine >= first_position && mine < limit) {  // of this step: take it, and keep it
+        Piece key, value;
+        key.ask(m, input, Q_WIDE, slot_row + mine - first_position, WIDE + unit.head * HEAD_SIZE + dimension);
+        value.ask(m, input, Q_WIDE, slot_row + mine - first_position, 2 * WIDE + unit.head * HEAD_SIZE + dimension);
+        keys[0] = key.get(m, input_epoch);
+        values[0] = value.get(m, input_epoch);
+        *(uint4*)cache = keys[0];
+        *(uint4*)(cache + to_values) = values[0];
+    } else {
 #pragma unroll
         for (u32 i = 0; i < PIECES; i++) {
-            float s = dot8(q, keys[i]);
-            s += __shfl_xor_sync(0xffffffffu, s, 1);
-            s += __shfl_xor_sync(0xffffffffu, s, 2);
-            s += __shfl_xor_sync(0xffffffffu, s, 4);
-            if ((m.lane() & 7) == 0) scores[r * BLOCK + (m.thread() >> 3) + i * POSITIONS] = s * SCALE;
-        }
-    }
-    __syncthreads();
-
-    const u32 dump = CROSS && (m.field(PHASE_SCORE_HEADS) >> unit.head & 1);
-    for (u32 r = first_row + m.warp(); r < slot.n_rows; r += N_WARPS) {
-        const u32 seen = CROSS ? limit : first_position + r + 1;  // positions that this row may look at
-        float s[BLOCK / 32], top = NEGATIVE_INFINITY;
-#pragma unroll
-        for (u32 i = 0; i < BLOCK / 32; i++) {
-            u32 position = begin + m.lane() + 32 * i;
-            s[i] = position < seen ? scores[r * BLOCK + m.lane() + 32 * i] : NEGATIVE_INFINITY;
-            if (CROSS && dump && position < seen) {
-                u32 index = m.field(PHASE_SCORES) - 1 +
-                            __popc(m.field(PHASE_SCORE_HEADS) & ((1u << unit.head) - 1));
-                u64 row = ((u64)unit.slot * N_SCORE_HEADS + index) * N_POSITIONS + first_position + r;
-                m.at<float>(PARAMETER_SCORES)[row * N_CROSS_POSITIONS + position] = s[i];
+            keys[i] = values[i] = make_uint4(0, 0, 0, 0);
+            if (mine + i * POSITIONS < limit) {
+                keys[i] = load_through(cache + i * POSITIONS * HEAD_SIZE);
+                values[i] = load_through(cache + to_values + i * POSITIONS * HEAD_SIZE);
             }
-            if (CROSS && position >= slot.n_plain) s[i] += slot.tail_bias;
-            top = fmaxf(top, s[i]);
         }
-#pragma unroll
-        for (int mask = 16; mask; mask >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, mask));
-        float sum = 0;
-#pragma unroll
-        for (u32 i = 0; i < BLOCK / 32; i++) {
-            float weight = expf(s[i] - top);
-            scores[r * BLOCK + m.lane() + 32 * i] = weight;
-            sum += weight;
-        }
-#pragma unroll
-        for (int mask = 16; mask; mask >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-        if (m.lane() == 0) m.misc().attention[r] = make_float2(top, sum);
     }
-    __syncthreads();
+    __syncwarp();
 
+    const u32 dumped = CROSS ? m.field(PHASE_SCORE_HEADS) : 0;
+    float* dump = nullptr;
+    if (CROSS && (dumped >> unit.head & 1)) {
+        const u32 index = m.field(PHASE_SCORES) - 1 + __popc(dumped & ((1u << unit.head) - 1));
+        dump = m.at<float>(PARAMETER_SCORES) +
+               (((u64)unit.slot * N_SCORE_HEADS + index) * N_POSITIONS + first_position) * N_CROSS_POSITIONS;
+    }
+    float* sums = (float*)m.x();                                                    // [row][warp][HEAD_SIZE]
+    float2* stats = (float2*)(sums + ROWS_TOGETHER * N_WARPS * HEAD_SIZE);          // [row][warp]
     const u32 n_blocks_at_most = m.field(PHASE_N_BLOCKS), output = m.field(PHASE_OUTPUT), partial = m.field(PHASE_PARTIAL);
-    for (u32 round = first_row; round < slot.n_rows; round += ROWS_TOGETHER) {
-        const u32 n = slot.n_rows - round < ROWS_TOGETHER ? slot.n_rows - round : ROWS_TOGETHER;
-        for (u32 r = 0; r < n; r++) {
-            float sum[8] = {};
-#pragma unroll
-            for (u32 i = 0; i < PIECES; i++)
-                add_scaled(sum, scores[(round + r) * BLOCK + (m.thread() >> 3) + i * POSITIONS], values[i]);
-#pragma unroll
-            for (int d = 0; d < 8; d++) {
-                sum[d] += __shfl_xor_sync(0xffffffffu, sum[d], 8);
-                sum[d] += __shfl_xor_sync(0xffffffffu, sum[d], 16);
-            }
-            if (m.lane() < 8) {
-                float4* to = (float4*)(m.sums() + (r * N_WARPS + m.warp()) * HEAD_SIZE + dimension);
-                to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-                to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-            }
+#pragma unroll 1
+    for (u32 round = first_row; round < n_rows; round += ROWS_TOGETHER) {
+        const u32 n = n_rows - round < ROWS_TOGETHER ? n_rows - round : ROWS_TOGETHER;
+#pragma unroll 1
+        for (u32 i = 0; i < n; i++) {
+            const u32 r = round + i;
+            const uint4 q = query.get(m, input_epoch);
+            if (r + 1 < n_rows) query.ask(m, input, Q_WIDE, slot_row + r + 1, unit.head * HEAD_SIZE + dimension);
+            attend_row<CROSS>(m, q, keys, values, mine, CROSS ? limit : first_position + r + 1, n_plain, tail_bias,
+                              dump == nullptr ? dump : dump + (u64)r * N_CROSS_POSITIONS,
+                              sums + (i * N_WARPS + m.warp()) * HEAD_SIZE, stats + i * N_WARPS + m.warp());
         }
         __syncthreads();
-        if (m.thread() < n * 32) {
-            const u32 r = m.warp(), row = slot.first_row + round + r, pair = m.lane();
+        if (m.warp() < n) {  // warp i makes row i whole
+            const u32 r = round + m.warp(), pair = m.lane();
+            const float2 of_warp = stats[m.warp() * N_WARPS + (m.lane() & (N_WARPS - 1))];
+            const float top = largest(of_warp.x), share = of_warp.x == NEGATIVE_INFINITY ? 0.0f : expf(of_warp.x - top);
+            const float total = sum_of(of_warp.y * share) * 0.5f;  // each warp is there twice
             float2 sum = make_float2(0, 0);
 #pragma unroll
             for (int w = 0; w < N_WARPS; w++) {
-                float2 more = *(const float2*)(m.sums() + (r * N_WARPS + w) * HEAD_SIZE + pair * 2);
-                sum.x += more.x;
-                sum.y += more.y;
+                const float2 more = *(const float2*)(sums + (m.warp() * N_WARPS + w) * HEAD_SIZE + pair * 2);
+                const float weight = __shfl_sync(0xffffffffu, share, w);
+                sum.x = fmaf(weight, more.x, sum.x);
+                sum.y = fmaf(weight, more.y, sum.y);
             }
-            const float2 stats = m.misc().attention[round + r];
-            const u32 payload = pack_bf16(sum.x / stats.y, sum.y / stats.y);
-            if (blocks_of<CROSS>(slot, first_position + round + r) == 1) {
-                publish_row(m, output, width, row, unit.head * (HEAD_SIZE / 2) + pair, payload, epoch + 1);
+            const u32 payload = pack_bf16(sum.x / total, sum.y / total);
+            if (blocks_of<CROSS>(slot, first_position + r) == 1) {
+                publish_row(m, output, WIDE, slot_row + r, unit.head * (HEAD_SIZE / 2) + pair, payload, epoch + 1);
             } else {
-                u64* to = words(m) + partial + ((row * N_HEADS + unit.head) * n_blocks_at_most + unit.block) * BLOCK_WORDS;
+                u64* to = words(m) + partial +
+                          (((slot_row + r) * N_HEADS + unit.head) * n_blocks_at_most + unit.block) * BLOCK_WORDS;
                 publish(to + BLOCK_STATS_WORDS + pair, payload, epoch);
-                if (pair < 2) publish(to + pair, __float_as_uint(pair == 0 ? stats.x : stats.y), epoch);
+                if (pair < 2) publish(to + pair, __float_as_uint(pair == 0 ? top : total), epoch);
             }
         }
-        if (round + ROWS_TOGETHER < slot.n_rows) __syncthreads();
+        __syncthreads();  // the next round, unit or linear takes the scratch
     }
-    if (dump) __threadfence();  // the host reads the scores once a later word says that the slot is done
+    if (dump != nullptr) __threadfence();  // the host reads the scores once a later word says that the slot is done
 }
 
 template <bool CROSS>
@@ -231,7 +237,6 @@ __device__ __forceinline__ void attend(const Machine m) {
         const u32 last = m.misc().state.rows[slot.first_row].position + slot.n_rows - 1;
         for_units<CROSS>(m, s, N_HEADS, n_blocks, blocks_of<CROSS>(slot, last), [&](Unit unit) {
             attend_unit<CROSS>(m, unit);
-            __syncthreads();  // the next unit, or a linear, takes the scratch
         });
     }
 }
@@ -243,7 +248,7 @@ __device__ __forceinline__ void combine(const Machine m) {
     const u32 n_blocks_at_most = m.field(PHASE_N_BLOCKS), partial = m.field(PHASE_PARTIAL);
     const u32 input_epoch = m.epoch + m.field(PHASE_INPUT_EPOCH), epoch = m.epoch + m.field(PHASE_EPOCH);
     const bool cross = m.field(PHASE_BLOCK) == CROSS_BLOCK;
-    u32* scratch = (u32*)m.x() + m.warp() * MAX_BLOCKS * BLOCK_WORDS;
+    u32* scratch = (u32*)m.sums() + m.warp() * MAX_BLOCKS * BLOCK_WORDS;  // a linear fills it behind its first barrier
     const u32 n_units = m.misc().state.n_rows * N_HEADS;
     for (u32 unit = m.sm() + m.warp() * N_SMS; unit < n_units; unit += N_WARPS * N_SMS) {
         const u32 row = unit / N_HEADS, head = unit % N_HEADS;
@@ -278,5 +283,4 @@ __device__ __forceinline__ void combine(const Machine m) {
         publish_row(m, m.field(PHASE_OUTPUT), N_HEADS * HEAD_SIZE, row, head * (HEAD_SIZE / 2) + m.lane(),
                     pack_bf16(sum.x / total, sum.y / total), epoch);
     }
-    __syncthreads();  // a linear takes the scratch
 }

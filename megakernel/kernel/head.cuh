@@ -10,24 +10,21 @@ struct LogSum {  // log of a sum of exponentials, as largest term and sum relati
 
     __device__ __forceinline__ void add(float x) {
         if (x == NEGATIVE_INFINITY) return;
-        if (x > top) {
-            sum = sum * expf(top - x) + 1.0f;
-            top = x;
-        } else {
-            sum += expf(x - top);
-        }
-    }
-    __device__ __forceinline__ void merge_across(int mask) {
-        float other_top = __shfl_xor_sync(0xffffffffu, top, mask), other_sum = __shfl_xor_sync(0xffffffffu, sum, mask);
-        float both = fmaxf(top, other_top);
-        if (both == NEGATIVE_INFINITY) return;
-        // the same order of terms on both lanes: the lower lane's first
-        float mine = sum * expf(top - both), theirs = other_sum * expf(other_top - both);
-        sum = (threadIdx.x & mask) ? theirs + mine : mine + theirs;
+        const float both = fmaxf(top, x);
+        sum = sum * expf(top - both) + expf(x - both);
         top = both;
     }
     __device__ __forceinline__ float value() const { return top == NEGATIVE_INFINITY ? top : top + logf(sum); }
 };
+
+// The sum of all lanes' sums, the same on every lane.
+__device__ __forceinline__ LogSum over_warp(LogSum mine) {
+    LogSum all;
+    all.top = largest(mine.top);
+    if (all.top == NEGATIVE_INFINITY) return all;
+    all.sum = sum_of(mine.sum * expf(mine.top - all.top));
+    return all;
+}
 
 struct Best {  // ties go to the lower token
     float score = NEGATIVE_INFINITY, logit = NEGATIVE_INFINITY;
@@ -40,12 +37,16 @@ struct Best {  // ties go to the lower token
             token = t;
         }
     }
-    __device__ __forceinline__ void merge_across(int mask) {
-        float s = __shfl_xor_sync(0xffffffffu, score, mask), l = __shfl_xor_sync(0xffffffffu, logit, mask);
-        u32 t = __shfl_xor_sync(0xffffffffu, token, mask);
-        offer(s, l, t);
-    }
 };
+
+__device__ __forceinline__ Best over_warp(Best mine) {
+    Best best;
+    best.score = largest(mine.score);
+    best.token = __reduce_min_sync(0xffffffffu, ordered(mine.score) == ordered(best.score) ? mine.token : 0xffffffffu);
+    const u32 lane = __ffs(__ballot_sync(0xffffffffu, mine.token == best.token)) - 1;
+    best.logit = __shfl_sync(0xffffffffu, mine.logit, lane);
+    return best;
+}
 
 __device__ __forceinline__ u32 mix(u32 x) {
     x ^= x >> 16;
@@ -88,15 +89,16 @@ struct Tally {  // one lane's view of one row's logits
             text_sum.add(logit);
         }
     }
-    __device__ __forceinline__ void merge() {
-#pragma unroll 1
-        for (int mask = 16; mask; mask >>= 1) {
-            text.merge_across(mask);
-            mark.merge_across(mask);
-            text_sum.merge_across(mask);
-            mark_sum.merge_across(mask);
-            all_sum.merge_across(mask);
-            watched = fmaxf(watched, __shfl_xor_sync(0xffffffffu, watched, mask));
+    __device__ __forceinline__ void merge(const Row& row, const Slot& slot) {
+        text = over_warp(text);
+        text_sum = over_warp(text_sum);
+        if (row.last_mark != 0) {
+            mark = over_warp(mark);
+            mark_sum = over_warp(mark_sum);
+        }
+        if (row.position == slot.watch_row) {
+            all_sum = over_warp(all_sum);
+            watched = largest(watched);
         }
     }
     // One word of the result; ``which`` differs between lanes.
@@ -122,56 +124,64 @@ __device__ __forceinline__ u64* partial_words(const Machine m, u32 buffer, u32 s
     return words(m) + buffer + (sm * TARGET_ROWS + row) * PARTIAL_WORDS;
 }
 
-template <int K, int K_WARPS, int MR>
-__device__ __forceinline__ void head(const Machine m, Stream& stream) {
+// LINEAR, or HEAD where ``is_head``: the same products by the same code, since each copy of it costs instruction cache.
+template <int K, int K_WARPS>
+__device__ __forceinline__ void product(const Machine m, Stream& stream, bool is_head) {
     constexpr u32 GROUPS = N_WARPS / K_WARPS, BATCH = BATCH_GRANULES * GROUPS;
     constexpr u32 PER_LANE = (BATCH * GRANULE_ROWS + 31) / 32;
     const u32* task = m.misc().tasks[m.phase];
     const u32 flags = m.field(PHASE_FLAGS), n_granules = task[TASK_N_GRANULES], n_rows = m.misc().state.n_rows;
+    const u32 input = m.field(PHASE_INPUT), input_epoch = m.epoch + m.field(PHASE_INPUT_EPOCH);
     const int n_mine = granules_of_group<K_WARPS>(m, task);
-    const bool follows = m.warp() < n_rows;
-    const Row& row = m.misc().state.rows[follows ? m.warp() : 0];
-    const Slot& slot = m.misc().state.slots[row.slot];
-    const u32* bitmap = m.at<const u32>(PARAMETER_BITMAPS) + row.bitmap * BITMAP_WORDS;
-    const float2* aux_table = m.at<const float2>(PARAMETER_AUX) + ((u64)m.sm() * AUX_GRANULES + task[TASK_AUX]) * GRANULE_ROWS;
+    const bool follows = K == WIDTH && is_head && m.warp() < n_rows;
     Tally tally;
+#pragma unroll 1
     for (u32 first = 0; first < n_granules; first += BATCH) {
         float2 aux[PER_LANE];
         u32 suppressed[PER_LANE];
+        if (follows) {
+            const u32* bitmap = m.at<const u32>(PARAMETER_BITMAPS) + m.misc().state.rows[m.warp()].bitmap * BITMAP_WORDS;
+            const float2* table = m.at<const float2>(PARAMETER_AUX) + ((u64)m.sm() * AUX_GRANULES + task[TASK_AUX]) * GRANULE_ROWS;
 #pragma unroll
-        for (u32 i = 0; i < PER_LANE; i++) {  // asked for now, needed behind the products
-            const u32 local = first * GRANULE_ROWS + m.lane() + 32 * i;
-            const u32 token = task[TASK_FIRST_GRANULE] * GRANULE_ROWS + local;
-            if (follows && local < n_granules * GRANULE_ROWS && m.lane() + 32 * i < BATCH * GRANULE_ROWS && token < N_TOKENS) {
-                aux[i] = __ldg(aux_table + local);
-                suppressed[i] = __ldg(bitmap + token / 32);
+            for (u32 i = 0; i < PER_LANE; i++) {  // asked for now, needed behind the products
+                const u32 local = first * GRANULE_ROWS + m.lane() + 32 * i;
+                const u32 token = task[TASK_FIRST_GRANULE] * GRANULE_ROWS + local;
+                if (local < n_granules * GRANULE_ROWS && m.lane() + 32 * i < BATCH * GRANULE_ROWS && token < N_TOKENS) {
+                    aux[i] = __ldg(table + local);
+                    suppressed[i] = __ldg(bitmap + token / 32);
+                }
             }
         }
-        const float* sums = batch_sums<K, K_WARPS, MR>(m, stream, flags, m.field(PHASE_INPUT),
-                                                       m.epoch + m.field(PHASE_INPUT_EPOCH), first / BATCH, n_mine);
+        const float* sums = batch_sums<K, K_WARPS>(m, stream, flags, input, input_epoch, first / BATCH, n_mine);
+        if (K != WIDTH || !is_head) {
+            publish_batch<K, K_WARPS>(m, sums, task, first, flags);
+            continue;
+        }
         if (first == 0) answer_door(m);  // every SM has left the last step
-        if (follows) {
-            const float2 norm = flags & FLAG_NORM ? m.misc().norm[m.phase & 1][m.warp()] : make_float2(0, 1);
+        if (!follows) continue;
+        const Row& row = m.misc().state.rows[m.warp()];
+        const Slot& slot = m.misc().state.slots[row.slot];
+        const float2 norm = flags & FLAG_NORM ? m.misc().norm[m.phase & 1][m.warp()] : make_float2(0, 1);
 #pragma unroll
-            for (u32 i = 0; i < PER_LANE; i++) {
-                const u32 in_round = m.lane() + 32 * i, local = first * GRANULE_ROWS + in_round;
-                const u32 token = task[TASK_FIRST_GRANULE] * GRANULE_ROWS + local;
-                if (in_round >= BATCH * GRANULE_ROWS || local >= n_granules * GRANULE_ROWS || token >= N_TOKENS) continue;
-                const float* from = granule_sums<K_WARPS, MR>(sums, in_round / GRANULE_ROWS, task[TASK_FIRST_GROUP]) +
-                                    m.warp() * GRANULE_ROWS + in_round % GRANULE_ROWS;
-                float y = from[0];
+        for (u32 i = 0; i < PER_LANE; i++) {
+            const u32 in_round = m.lane() + 32 * i, local = first * GRANULE_ROWS + in_round;
+            const u32 token = task[TASK_FIRST_GRANULE] * GRANULE_ROWS + local;
+            if (in_round >= BATCH * GRANULE_ROWS || local >= n_granules * GRANULE_ROWS || token >= N_TOKENS) continue;
+            const float* from = granule_sums<K_WARPS>(sums, n_rows, in_round / GRANULE_ROWS, task[TASK_FIRST_GROUP]) +
+                                m.warp() * GRANULE_ROWS + in_round % GRANULE_ROWS;
+            float y = from[0];
 #pragma unroll
-                for (int w = 1; w < K_WARPS; w++) y += from[w * MR * GRANULE_ROWS];
-                y = (y - norm.x * aux[i].x) * norm.y + aux[i].y;
-                tally.see(row, slot, token, y, suppressed[i] >> (token & 31) & 1);
-            }
+            for (int w = 1; w < K_WARPS; w++) y += from[w * sum_rows(n_rows) * GRANULE_ROWS];
+            y = (y - norm.x * aux[i].x) * norm.y + aux[i].y;
+            tally.see(row, slot, token, y, suppressed[i] >> (token & 31) & 1);
         }
     }
     if (follows) {
-        tally.merge();
+        const Row& row = m.misc().state.rows[m.warp()];
+        tally.merge(row, m.misc().state.slots[row.slot]);
         if (m.lane() < PARTIAL_UNUSED)
             publish(partial_words(m, m.field(PHASE_OUTPUT), m.sm(), m.warp()) + m.lane(), tally.word(m.lane()),
                     m.epoch + m.field(PHASE_EPOCH));
     }
-    __syncthreads();  // SELECT takes the scratch
+    if (K == WIDTH && is_head) __syncthreads();  // SELECT takes the scratch
 }

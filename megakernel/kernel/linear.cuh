@@ -47,44 +47,49 @@ __device__ __forceinline__ float2 sum_over_warp(float2 v) {
     return v;
 }
 
-// All of K of every row into shared memory; a warp takes pieces of 128 elements, whose sums it leaves for the norm.
+// All of K of every row into shared memory. A warp takes pieces of 128 elements and asks for some of them at once.
 template <int K>
 __device__ __forceinline__ void load_rows(const Machine m, u32 n_rows, u32 flags, u32 input, u32 epoch) {
-    constexpr int PIECES = K / STATS_ELEMENTS;
-    constexpr int AHEAD = 4;
+    constexpr u32 PIECES = K / STATS_ELEMENTS, AHEAD = 4;
     const u32 n_pieces = n_rows * PIECES;
-    for (u32 first = m.warp(); first < n_pieces; first += AHEAD * N_WARPS) {
-        Pair pairs[AHEAD];
-        const u64* from[AHEAD];
-        if (!(flags & FLAG_EMBED)) {
+    if (K == WIDTH && (flags & FLAG_EMBED)) {
+#pragma unroll 1
+        for (u32 piece = m.warp(); piece < n_pieces; piece += N_WARPS) {
+            const u32 row = piece / PIECES, element = (piece % PIECES) * STATS_ELEMENTS + m.lane() * 4;
+            const float4 v = embedding(m, row, element);
+            *(uint2*)(m.x() + row * x_stride(K) + element * 2) = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
+        }
+    } else {
+#pragma unroll 1
+        for (u32 first = m.warp(); first < n_pieces; first += AHEAD * N_WARPS) {
+            Pair pairs[AHEAD];
+            const u64* from[AHEAD];
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                u32 piece = first + i * N_WARPS;
+            for (u32 i = 0; i < AHEAD; i++) {
+                const u32 piece = first + i * N_WARPS;
                 if (piece < n_pieces) {
-                    from[i] = row_words(m, input, K, piece / PIECES) + (piece % PIECES) * 64 + m.lane() * 2;
+                    from[i] = row_words(m, input, K, piece / PIECES) + (piece % PIECES) * (STATS_ELEMENTS / 2) + m.lane() * 2;
                     pairs[i] = peek_pair(from[i]);
                 }
             }
-        }
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            u32 piece = first + i * N_WARPS;
-            if (piece >= n_pieces) break;
-            u32 row = piece / PIECES, element = (piece % PIECES) * STATS_ELEMENTS + m.lane() * 4;
-            uint2 x;
-            if (flags & FLAG_EMBED) {
-                float4 v = embedding(m, row, element);
-                x = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
-            } else {
+            for (u32 i = 0; i < AHEAD; i++) {
+                const u32 piece = first + i * N_WARPS;
+                if (piece >= n_pieces) break;
                 settle(m, from[i], epoch, pairs[i]);
-                x = make_uint2(pairs[i].first, pairs[i].second);
+                *(uint2*)(m.x() + (piece / PIECES) * x_stride(K) + ((piece % PIECES) * STATS_ELEMENTS + m.lane() * 4) * 2) =
+                    make_uint2(pairs[i].first, pairs[i].second);
             }
-            *(uint2*)(m.x() + row * x_stride(K) + element * 2) = x;
-            if (flags & FLAG_NORM) {
-                float a = low_bf16(x.x), b = high_bf16(x.x), c = low_bf16(x.y), d = high_bf16(x.y);
-                float2 sum = sum_over_warp(make_float2((a + b) + (c + d), (a * a + b * b) + (c * c + d * d)));
-                if (m.lane() == 0) m.misc().stats[m.phase & 1][row][piece % PIECES % STATS_PIECES] = sum;
-            }
+        }
+    }
+    if (K == WIDTH && (flags & FLAG_NORM)) {  // each lane reads what it has just written
+#pragma unroll 1
+        for (u32 piece = m.warp(); piece < n_pieces; piece += N_WARPS) {
+            const u32 row = piece / PIECES, index = piece % PIECES;
+            const uint2 x = *(const uint2*)(m.x() + row * x_stride(K) + (index * STATS_ELEMENTS + m.lane() * 4) * 2);
+            const float a = low_bf16(x.x), b = high_bf16(x.x), c = low_bf16(x.y), d = high_bf16(x.y);
+            const float2 sum = sum_over_warp(make_float2((a + b) + (c + d), (a * a + b * b) + (c * c + d * d)));
+            if (m.lane() == 0) m.misc().stats[m.phase & 1][row][index] = sum;
         }
     }
 }
@@ -118,104 +123,102 @@ __device__ __forceinline__ void load_part(const Machine m, u32 n_rows, u32 input
     }
 }
 
-// Mean and 1 / deviation of a row from the sums of its pieces, in order.
+// Mean and 1 / deviation of a row from the sums of its pieces; warp r sees to row r.
 __device__ __forceinline__ void finish_norm(const Machine m, u32 n_rows) {
-    if (m.warp() != N_WARPS - 1 || m.lane() >= n_rows) return;
-    float sum = 0, squares = 0;
-#pragma unroll
-    for (int i = 0; i < STATS_PIECES; i++) {
-        float2 piece = m.misc().stats[m.phase & 1][m.lane()][i];
-        sum += piece.x;
-        squares += piece.y;
-    }
-    float mean = sum * (1.0f / WIDTH);
-    float variance = fmaxf(squares * (1.0f / WIDTH) - mean * mean, 0.0f);
-    m.misc().norm[m.phase & 1][m.lane()] = make_float2(mean, rsqrtf(variance + EPSILON));
+    if (m.warp() >= n_rows) return;
+    float2 piece = make_float2(0, 0);
+    if (m.lane() < STATS_PIECES) piece = m.misc().stats[m.phase & 1][m.warp()][m.lane()];
+    const float2 sum = sum_over_warp(piece);
+    const float mean = sum.x * (1.0f / WIDTH);
+    const float variance = fmaxf(sum.y * (1.0f / WIDTH) - mean * mean, 0.0f);
+    if (m.lane() == 0) m.misc().norm[m.phase & 1][m.warp()] = make_float2(mean, rsqrtf(variance + EPSILON));
 }
 
 // The products of one batch: tiles of this warp's granules ``index`` (of its group) and the next, for what of K is in
 // shared memory. ``n_mine`` granules belong to the group.
-template <int MR>
 __device__ __forceinline__ void multiply(const Machine m, Stream& stream, float (&sums)[BATCH_GRANULES][4],
                                          u32 n_rows, u32 stride, const unsigned char* slice, int n_tiles, int index,
                                          int n_mine) {
+    if (index >= n_mine) return;
     const u32 row = m.lane() >> 2;
     const unsigned char* piece = slice + row * stride + (m.lane() & 3) * 16;
-    const bool has_low = row < n_rows, has_high = MR == 16 && row + 8 < n_rows;
-    if (index >= n_mine) return;
-    const bool has_second = index + 1 < n_mine;
+    const bool has_low = row < n_rows, has_high = row + 8 < n_rows, has_second = index + 1 < n_mine;
+    float odd[BATCH_GRANULES][4] = {};  // a second chain, so that one product need not wait for the last
 #pragma unroll 2
     for (int t = 0; t < n_tiles; t++) {
         uint4 low = make_uint4(0, 0, 0, 0), high = low;
         if (has_low) low = *(const uint4*)(piece + t * TILE_K * 2);
-        if (MR == 16 && has_high) high = *(const uint4*)(piece + 8 * stride + t * TILE_K * 2);
+        if (has_high) high = *(const uint4*)(piece + 8 * stride + t * TILE_K * 2);
         uint4 w = stream.take();
         mma(sums[0], low.x, high.x, low.y, high.y, w.x, w.y);
-        mma(sums[0], low.z, high.z, low.w, high.w, w.z, w.w);
+        mma(odd[0], low.z, high.z, low.w, high.w, w.z, w.w);
         stream.load_next();
         if (has_second) {
             w = stream.take();
             mma(sums[1], low.x, high.x, low.y, high.y, w.x, w.y);
-            mma(sums[1], low.z, high.z, low.w, high.w, w.z, w.w);
+            mma(odd[1], low.z, high.z, low.w, high.w, w.z, w.w);
             stream.load_next();
         }
     }
+#pragma unroll
+    for (int g = 0; g < BATCH_GRANULES; g++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[g][i] += odd[g][i];
 }
 
+// Rows for which the sums of a batch have room: with 8 there are two buffers, with 16 one.
+__device__ __forceinline__ u32 sum_rows(u32 n_rows) { return n_rows <= 8 ? 8 : 16; }
+
 // This warp's sums to shared memory: [granule of the batch][warp][row][8]
-template <int MR>
 __device__ __forceinline__ void leave_sums(const Machine m, float* to, const float (&sums)[BATCH_GRANULES][4],
                                            u32 n_rows) {
     const u32 row = m.lane() >> 2, column = (m.lane() & 3) * 2;
 #pragma unroll
     for (int g = 0; g < BATCH_GRANULES; g++) {
-        float* at = to + ((g * N_WARPS + m.warp()) * MR + row) * GRANULE_ROWS + column;
+        float* at = to + ((g * N_WARPS + m.warp()) * sum_rows(n_rows) + row) * GRANULE_ROWS + column;
         if (row < n_rows) *(float2*)at = make_float2(sums[g][0], sums[g][1]);
-        if (MR == 16 && row + 8 < n_rows) *(float2*)(at + 8 * GRANULE_ROWS) = make_float2(sums[g][2], sums[g][3]);
+        if (row + 8 < n_rows) *(float2*)(at + 8 * GRANULE_ROWS) = make_float2(sums[g][2], sums[g][3]);
     }
 }
 
 // Everything up to the sums of batch ``batch`` in shared memory and the barrier behind them. → where they are
-template <int K, int K_WARPS, int MR>
+template <int K, int K_WARPS>
 __device__ __forceinline__ const float* batch_sums(const Machine m, Stream& stream, u32 flags, u32 input, u32 epoch,
                                                    int batch, int n_mine) {
     constexpr int TILES = Shape<K, K_WARPS>::TILES;
     const u32 n_rows = m.misc().state.n_rows;
-    const int resident = resident_tiles<K, K_WARPS>(n_rows);
-    const bool all = resident == TILES;
+    const int resident = K == WIDTH ? TILES : resident_tiles<K, K_WARPS>(n_rows);  // a row of the width always fits
     const u32 k_warp = m.warp() % K_WARPS;
     float sums[BATCH_GRANULES][4] = {};
-    if (all) {
-        if (batch == 0) {
-            load_rows<K>(m, n_rows, flags, input, epoch);
+#pragma unroll 1
+    for (int first = 0; first < TILES; first += resident) {
+        const int n = TILES - first < resident ? TILES - first : resident;
+        if (batch == 0 || resident < TILES) {
+            if (K == WIDTH || resident == TILES) {
+                load_rows<K>(m, n_rows, flags, input, epoch);
+            } else {
+                if (batch != 0 || first != 0) __syncthreads();  // everyone is done with what is there
+                load_part<K, K_WARPS>(m, n_rows, input, epoch, first, n);
+            }
             __syncthreads();
-            if (flags & FLAG_NORM) finish_norm(m, n_rows);
         }
-        multiply<MR>(m, stream, sums, n_rows, x_stride(K), m.x() + k_warp * TILES * TILE_K * 2, TILES,
-                     batch * BATCH_GRANULES, n_mine);
-    } else {
-        for (int first = 0; first < TILES; first += resident) {
-            int n = TILES - first < resident ? TILES - first : resident;
-            if (batch != 0 || first != 0) __syncthreads();  // everyone is done with what is there
-            load_part<K, K_WARPS>(m, n_rows, input, epoch, first, n);
-            __syncthreads();
-            multiply<MR>(m, stream, sums, n_rows, x_stride(K_WARPS * n * TILE_K), m.x() + k_warp * n * TILE_K * 2, n,
-                         batch * BATCH_GRANULES, n_mine);
-        }
+        multiply(m, stream, sums, n_rows, x_stride(K_WARPS * n * TILE_K), m.x() + k_warp * n * TILE_K * 2, n,
+                 batch * BATCH_GRANULES, n_mine);
     }
-    float* to = m.sums() + (MR == 8 ? (batch & 1) * (BATCH_GRANULES * N_WARPS * 8 * GRANULE_ROWS) : 0);
-    if (MR == 16 && batch != 0) __syncthreads();  // one buffer only: the last batch's readers come first
-    leave_sums<MR>(m, to, sums, n_rows);
+    if (K == WIDTH && batch == 0 && (flags & FLAG_NORM)) finish_norm(m, n_rows);
+    float* to = m.sums() + (n_rows <= 8 ? (batch & 1) * (BATCH_GRANULES * N_WARPS * 8 * GRANULE_ROWS) : 0);
+    if (n_rows > 8 && batch != 0) __syncthreads();  // one buffer only: the last batch's readers come first
+    leave_sums(m, to, sums, n_rows);
     __syncthreads();
     return to;
 }
 
-// Where granule ``in_batch`` of a batch was summed: the first warp's sums of it, and how many granules of a group it is.
-template <int K_WARPS, int MR>
-__device__ __forceinline__ const float* granule_sums(const float* sums, u32 in_batch, u32 first_group) {
+// Where granule ``in_batch`` of a batch was summed: the first warp's sums of it.
+template <int K_WARPS>
+__device__ __forceinline__ const float* granule_sums(const float* sums, u32 n_rows, u32 in_batch, u32 first_group) {
     constexpr u32 GROUPS = N_WARPS / K_WARPS;
-    u32 turn = in_batch / GROUPS, group = (first_group + in_batch) % GROUPS;
-    return sums + (turn * N_WARPS + group * K_WARPS) * MR * GRANULE_ROWS;
+    const u32 turn = in_batch / GROUPS, group = (first_group + in_batch) % GROUPS;
+    return sums + (turn * N_WARPS + group * K_WARPS) * sum_rows(n_rows) * GRANULE_ROWS;
 }
 
 // How many of an SM's granules are this warp's group's.
@@ -224,26 +227,6 @@ __device__ __forceinline__ int granules_of_group(const Machine m, const u32* tas
     constexpr int GROUPS = N_WARPS / K_WARPS;
     int turn = ((int)(m.warp() / K_WARPS) - (int)task[TASK_FIRST_GROUP] + GROUPS) % GROUPS;
     return ((int)task[TASK_N_GRANULES] - turn + GROUPS - 1) / GROUPS;
-}
-
-// Two neighbouring outputs: the sums over the warps in order, then the norm and the bias.
-template <int K_WARPS, int MR>
-__device__ __forceinline__ float2 finish_pair(const Machine m, const float* granule, u32 row, u32 pair, u32 flags,
-                                              float4 aux) {
-    const float* from = granule + row * GRANULE_ROWS + pair * 2;
-    float2 y = *(const float2*)from;
-#pragma unroll
-    for (int w = 1; w < K_WARPS; w++) {
-        float2 more = *(const float2*)(from + w * MR * GRANULE_ROWS);
-        y.x += more.x;
-        y.y += more.y;
-    }
-    if (flags & FLAG_NORM) {
-        float2 norm = m.misc().norm[m.phase & 1][row];
-        y.x = (y.x - norm.x * aux.x) * norm.y;
-        y.y = (y.y - norm.x * aux.z) * norm.y;
-    }
-    return make_float2(y.x + aux.y, y.y + aux.w);
 }
 
 __device__ __forceinline__ const float2* aux_of(const Machine m, u32 granule) {
@@ -258,37 +241,50 @@ __device__ __forceinline__ const float2* aux_of(const Machine m, u32 granule) {
 __device__ __forceinline__ void begin_residual(const Machine m, const u32* owner, u32 n_rows) {
     const u32 n = owner[TASK_N_GRANULES] * (GRANULE_ROWS / 4);
     for (u32 i = m.thread(); i < n * n_rows; i += N_THREADS) {
-        u32 row = i / n, element = (i % n) * 4;
+        const u32 row = i / n, element = (i % n) * 4;
         *(float4*)&m.misc().residual[row][element] = embedding(m, row, owner[TASK_FIRST_GRANULE] * GRANULE_ROWS + element);
     }
 }
 
-template <int K, int K_WARPS, int MR>
-__device__ __forceinline__ void linear(const Machine m, Stream& stream) {
+// A batch's outputs: two neighbouring ones a thread. The sums over the warps in order, then the epilogue.
+template <int K, int K_WARPS>
+__device__ __forceinline__ void publish_batch(const Machine m, const float* sums, const u32* task, u32 first, u32 flags) {
     constexpr u32 GROUPS = N_WARPS / K_WARPS, BATCH = BATCH_GRANULES * GROUPS;
-    const u32* task = m.misc().tasks[m.phase];
-    const u32 flags = m.field(PHASE_FLAGS), n = m.field(PHASE_N), output = m.field(PHASE_OUTPUT);
-    const u32 input = m.field(PHASE_INPUT), input_epoch = m.epoch + m.field(PHASE_INPUT_EPOCH);
-    const u32 epoch = m.epoch + m.field(PHASE_EPOCH);
-    const u32 n_granules = task[TASK_N_GRANULES], n_rows = m.misc().state.n_rows;
-    const int n_mine = granules_of_group<K_WARPS>(m, task);
-    for (u32 first = 0; first < n_granules; first += BATCH) {
-        const float* sums = batch_sums<K, K_WARPS, MR>(m, stream, flags, input, input_epoch, first / BATCH, n_mine);
-        for (u32 i = m.thread(); i < n_rows * BATCH * 4; i += N_THREADS) {
-            const u32 pair = i & 3, in_batch = (i >> 2) % BATCH, row = (i >> 2) / BATCH, granule = first + in_batch;
-            if (granule >= n_granules) continue;
-            const float4 aux = *(const float4*)(aux_of(m, task[TASK_AUX] + granule) + pair * 2);
-            float2 y = finish_pair<K_WARPS, MR>(m, granule_sums<K_WARPS, MR>(sums, in_batch, task[TASK_FIRST_GROUP]),
-                                                row, pair, flags, aux);
-            if (flags & FLAG_GELU) y = make_float2(gelu(y.x), gelu(y.y));
-            if (flags & FLAG_RESIDUAL) {
-                float2* stream_at = (float2*)&m.misc().residual[row][granule * GRANULE_ROWS + pair * 2];
-                y.x += stream_at->x;
-                y.y += stream_at->y;
-                *stream_at = y;
-            }
-            publish_row(m, output, n, row, (task[TASK_FIRST_GRANULE] + granule) * (GRANULE_ROWS / 2) + pair,
-                        pack_bf16(y.x, y.y), epoch);
+    const u32 n_rows = m.misc().state.n_rows, n_granules = task[TASK_N_GRANULES];
+    const u32 in_all = n_rows * BATCH * 4;  // at most N_THREADS x 2
+#pragma unroll 1
+    for (u32 i = m.thread(); i < in_all; i += N_THREADS) {
+        const u32 pair = i & 3, in_batch = (i >> 2) % BATCH, row = (i >> 2) / BATCH, granule = first + in_batch;
+        if (granule >= n_granules) continue;
+        const float4 aux = *(const float4*)(aux_of(m, task[TASK_AUX] + granule) + pair * 2);
+        const float* from = granule_sums<K_WARPS>(sums, n_rows, in_batch, task[TASK_FIRST_GROUP]) + row * GRANULE_ROWS + pair * 2;
+        const u32 stride = sum_rows(n_rows) * GRANULE_ROWS;
+        float2 y = *(const float2*)from;
+#pragma unroll
+        for (int w = 1; w < K_WARPS; w++) {
+            const float2 more = *(const float2*)(from + w * stride);
+            y.x += more.x;
+            y.y += more.y;
         }
+        if (K == WIDTH && (flags & FLAG_NORM)) {
+            const float2 norm = m.misc().norm[m.phase & 1][row];
+            y.x = (y.x - norm.x * aux.x) * norm.y;
+            y.y = (y.y - norm.x * aux.z) * norm.y;
+        }
+        y.x += aux.y;
+        y.y += aux.w;
+        if (flags & FLAG_GELU) {
+#pragma unroll 1
+            for (int j = 0; j < 2; j++) y = make_float2(y.y, gelu(y.x));  // twice: each in its turn
+        }
+        if (flags & FLAG_RESIDUAL) {
+            float2* so_far = (float2*)&m.misc().residual[row][granule * GRANULE_ROWS + pair * 2];
+            y.x += so_far->x;
+            y.y += so_far->y;
+            *so_far = y;
+        }
+        publish_row(m, m.field(PHASE_OUTPUT), m.field(PHASE_N), row,
+                    (task[TASK_FIRST_GRANULE] + granule) * (GRANULE_ROWS / 2) + pair, pack_bf16(y.x, y.y),
+                    m.epoch + m.field(PHASE_EPOCH));
     }
 }

@@ -19,7 +19,8 @@ struct Parameters {
 #define STATS_PIECES (WIDTH / STATS_ELEMENTS)
 #define CROSS_BLOCK 256
 #define SELF_BLOCK 64
-#define MAX_BLOCKS 8  // of one row, whose results COMBINE holds beside each other
+#define BLOCK_WORDS (BLOCK_STATS_WORDS + HEAD_SIZE / 2)
+#define MAX_BLOCKS 7  // of one row, whose results COMBINE holds beside each other
 #define CONTROL_SM (N_SMS - 1)  // has least attention to do, so it is the one that looks at the host's door
 
 // ---------------------------------------------------------------------- numbers
@@ -34,6 +35,23 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
 }
 
 __device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); }
+
+// The whole warp's largest; floats compare as their bits do once the negative ones are turned round.
+__device__ __forceinline__ u32 ordered(float x) {
+    u32 bits = __float_as_uint(x);
+    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+
+__device__ __forceinline__ float largest(float x) {
+    u32 top = __reduce_max_sync(0xffffffffu, ordered(x));
+    return __uint_as_float(top ^ (top >> 31 ? 0x80000000u : 0xffffffffu));
+}
+
+__device__ __forceinline__ float sum_of(float x) {
+#pragma unroll
+    for (int mask = 16; mask; mask >>= 1) x += __shfl_xor_sync(0xffffffffu, x, mask);
+    return x;
+}
 
 // log(exp(a) + exp(b)), also where one is minus infinity
 __device__ __forceinline__ float log_add(float a, float b) {
@@ -105,7 +123,7 @@ struct Row {  // one (slot, position) of this step
     u32 first_mark, last_mark;  // markers that may come next, half-open
 };
 
-struct Slot {
+struct __align__(16) Slot {
     u32 active, ticket;
     u32 n_fed;    // positions in the cache
     u32 pending;  // the token to feed next, once everything forced is fed
@@ -137,7 +155,7 @@ struct Misc {
     u32 door;
     u32 idle_leave;
     float2 norm[2][MAX_ROWS];        // mean and 1 / deviation of the row, by parity of the phase
-    float2 attention[MAX_ROWS];      // largest score and sum of exponentials
+    u32 phases[N_PHASES][PHASE_WORDS];
     u32 tasks[N_PHASES][TASK_WORDS];
     float2 stats[2][TARGET_ROWS][STATS_PIECES];
     float residual[TARGET_ROWS][RESIDUAL_GRANULES * GRANULE_ROWS];
@@ -147,8 +165,10 @@ struct Misc {
 };
 
 static_assert(sizeof(State) <= 4 * STATE_WORDS, "the state does not fit into its words");
+static_assert(N_WARPS * MAX_BLOCKS * BLOCK_WORDS * 4 <= SUMS_BYTES, "COMBINE has no room");
 static_assert(sizeof(Misc) <= MISC_BYTES, "the tables do not fit into their part of shared memory");
 static_assert(WIDTH % STATS_ELEMENTS == 0, "a norm's pieces do not fill the row");
+static_assert(TARGET_ROWS * (WIDTH * 2 + X_ROW_PAD_BYTES) <= X_BYTES, "the rows of a step do not fit into shared memory");
 
 #define RING_BYTES (N_WARPS * RING_TILES * TILE_BYTES)
 
@@ -158,22 +178,24 @@ extern __shared__ __align__(128) unsigned char shared[];  // ring, activations, 
 struct Machine {
     u32 epoch;  // of this step: phases publish epoch + EPOCH
     u32 phase;
+    u32 index;  // of the thread, see ``refresh``
+
+    // The thread's index, read anew. What bodies derive from it the compiler would otherwise keep from phase to phase,
+    // in registers that there are not.
+    __device__ __forceinline__ void refresh() { asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index)); }
 
     static __device__ __forceinline__ unsigned char* x() { return shared + RING_BYTES; }  // activations; scores
     static __device__ __forceinline__ float* sums() { return (float*)(shared + RING_BYTES + X_BYTES); }
     static __device__ __forceinline__ Misc& misc() { return *(Misc*)(shared + RING_BYTES + X_BYTES + SUMS_BYTES); }
     static __device__ __forceinline__ u32 sm() { return blockIdx.x; }
-    static __device__ __forceinline__ u32 thread() { return threadIdx.x; }
-    static __device__ __forceinline__ u32 warp() { return threadIdx.x >> 5; }
-    static __device__ __forceinline__ u32 lane() { return threadIdx.x & 31; }
+    __device__ __forceinline__ u32 thread() const { return index; }
+    __device__ __forceinline__ u32 warp() const { return index >> 5; }
+    __device__ __forceinline__ u32 lane() const { return index & 31; }
     static __device__ __forceinline__ u64 number(Parameter which) { return misc().parameters.word[which]; }
 
     template <class T>
     static __device__ __forceinline__ T* at(Parameter which) {
         return (T*)number(which);
     }
-    static __device__ __forceinline__ const u32* record(u32 index) {
-        return at<const u32>(PARAMETER_PHASES) + index * PHASE_WORDS;
-    }
-    __device__ __forceinline__ u32 field(Phase word) const { return __ldg(record(phase) + word); }
+    __device__ __forceinline__ u32 field(Phase word) const { return misc().phases[phase][word]; }
 };

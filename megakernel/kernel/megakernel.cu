@@ -10,9 +10,11 @@
 #include "head.cuh"
 #include "select.cuh"
 
+// The first phase that has ``bits`` in a word, or equals them.
 __device__ __forceinline__ u32 first_phase_with(const Machine m, Phase word, u32 bits, bool equal) {
+#pragma unroll 1
     for (u32 i = 0; i < N_PHASES; i++) {
-        const u32 value = __ldg(m.record(i) + word);
+        const u32 value = m.misc().phases[i][word];
         if (equal ? value == bits : (value & bits) != 0) return i;
     }
     return 0;
@@ -21,6 +23,8 @@ __device__ __forceinline__ u32 first_phase_with(const Machine m, Phase word, u32
 __device__ __forceinline__ void load_tables(const Machine m) {
     const u32* tasks = m.at<const u32>(PARAMETER_TASKS) + m.sm() * N_PHASES * TASK_WORDS;
     u32* to = &m.misc().tasks[0][0];
+    for (u32 i = m.thread(); i < N_PHASES * PHASE_WORDS; i += N_THREADS)
+        (&m.misc().phases[0][0])[i] = __ldg(m.at<const u32>(PARAMETER_PHASES) + i);
     for (u32 i = m.thread(); i < N_PHASES * TASK_WORDS; i += N_THREADS) to[i] = __ldg(tasks + i);
 #if AUX_IN_SHARED
     const float2* aux = m.at<const float2>(PARAMETER_AUX) + (u64)m.sm() * AUX_GRANULES * GRANULE_ROWS;
@@ -72,8 +76,9 @@ __device__ __forceinline__ void run_phase(const Machine m, Stream& stream, u32 o
     const u32 flags = m.field(PHASE_FLAGS), k = m.field(PHASE_K);
     switch (op) {
         case OP_LINEAR:
+        case OP_HEAD:
 #define RUN(K, K_WARPS) \
-    if (k == K) n_rows <= 8 ? linear<K, K_WARPS, 8>(m, stream) : linear<K, K_WARPS, 16>(m, stream);
+    if (k == K) product<K, K_WARPS>(m, stream, op == OP_HEAD);
             LINEAR_SHAPES(RUN)
 #undef RUN
             if (flags & FLAG_STREAM) begin_residual(m, m.misc().tasks[owner], n_rows);
@@ -89,12 +94,6 @@ __device__ __forceinline__ void run_phase(const Machine m, Stream& stream, u32 o
         case OP_COMBINE:
             combine(m);
             break;
-        case OP_HEAD:
-#define RUN(K, K_WARPS) \
-    if (k == K) n_rows <= 8 ? head<K, K_WARPS, 8>(m, stream) : head<K, K_WARPS, 16>(m, stream);
-            HEAD_SHAPES(RUN)
-#undef RUN
-            break;
     }
 }
 
@@ -105,16 +104,17 @@ __device__ __forceinline__ void begin(const Machine m, const Parameters& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const __grid_constant__ Parameters p) {
-    Machine m = {0, 0};
+    Machine m = {0, 0, 0};
+    m.refresh();
     begin(m, p);
     State& state = m.misc().state;
     Stream stream;
     stream.start(m, 0);
     load_tables(m);
     load_state(m);
+    __syncthreads();
     const u32 owner = first_phase_with(m, PHASE_FLAGS, FLAG_RESIDUAL, false);
     const u32 head_phase = first_phase_with(m, PHASE_OP, OP_HEAD, true);
-    __syncthreads();
     if (m.thread() == 0) {
         state.n_steps = 0;
         state.leave = 0;
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const
         state.n_records = (u32)m.number(PARAMETER_RECORDS);
     }
     __syncthreads();
-    if (m.warp() == 0) make_rows(m);
+    if (m.warp() == 0) begin_rows(m);
     __syncthreads();
     while (true) {
         m.epoch = (u32)m.number(PARAMETER_EPOCH) + state.n_steps * EPOCHS_PER_STEP;
@@ -135,7 +135,10 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const
             select(m);
         } else {
 #pragma unroll 1
-            for (m.phase = 0; m.phase < N_PHASES; m.phase++) run_phase(m, stream, owner);
+            for (m.phase = 0; m.phase < N_PHASES; m.phase++) {
+                m.refresh();
+                run_phase(m, stream, owner);
+            }
         }
         if (state.leave != 0 || m.misc().dead) break;
         if (m.sm() == CONTROL_SM && m.thread() == 0) store_host(m.at<u32>(PARAMETER_HOST_BEAT), state.n_steps);
@@ -154,24 +157,27 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const
 // Tiles of this warp that the phases before ``phase`` take.
 __device__ __forceinline__ u32 tiles_before(const Machine m, u32 phase) {
     u32 n = 0;
+#pragma unroll 1
     for (u32 i = 0; i < phase; i++) {
-        const u32* record = m.record(i);
-        if (__ldg(record + PHASE_OP) != OP_LINEAR && __ldg(record + PHASE_OP) != OP_HEAD) continue;
-        const u32 k_warps = __ldg(record + PHASE_K_WARPS), groups = N_WARPS / k_warps;
-        const u32* task = m.at<const u32>(PARAMETER_TASKS) + (m.sm() * N_PHASES + i) * TASK_WORDS;
-        const u32 turn = (m.warp() / k_warps + groups - __ldg(task + TASK_FIRST_GROUP)) % groups;
-        n += (__ldg(task + TASK_N_GRANULES) + groups - 1 - turn) / groups * (__ldg(record + PHASE_K) / k_warps / TILE_K);
+        const u32* record = m.misc().phases[i];
+        if (record[PHASE_OP] != OP_LINEAR && record[PHASE_OP] != OP_HEAD) continue;
+        const u32 k_warps = record[PHASE_K_WARPS], groups = N_WARPS / k_warps;
+        const u32* task = m.misc().tasks[i];
+        const u32 turn = (m.warp() / k_warps + groups - task[TASK_FIRST_GROUP]) % groups;
+        n += (task[TASK_N_GRANULES] + groups - 1 - turn) / groups * (record[PHASE_K] / k_warps / TILE_K);
     }
     return n;
 }
 
 extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_phase(const __grid_constant__ Parameters p) {
-    Machine m = {0, (u32)p.word[PARAMETER_PHASE]};
+    Machine m = {0, (u32)p.word[PARAMETER_PHASE], 0};
+    m.refresh();
     begin(m, p);
     State& state = m.misc().state;
+    load_tables(m);
+    __syncthreads();
     Stream stream;
     stream.start(m, tiles_before(m, m.phase));
-    load_tables(m);
     const u32 owner = first_phase_with(m, PHASE_FLAGS, FLAG_RESIDUAL, false);
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -48,29 +48,27 @@ __device__ __forceinline__ Merged nothing() {
     return merged;
 }
 
-__device__ __forceinline__ float log_add_across(float x, int mask) {
-    float other = __shfl_xor_sync(0xffffffffu, x, mask);
-    return (threadIdx.x & mask) ? log_add(other, x) : log_add(x, other);
+// log of the sum of the lanes' exponentials
+__device__ __forceinline__ float log_sum(float lse) {
+    const float top = largest(lse);
+    return top == NEGATIVE_INFINITY ? top : top + logf(sum_of(expf(lse - top)));
 }
 
-__device__ __forceinline__ void merge_across(Merged& a, int mask) {
-    a.text.merge_across(mask);
-    a.mark.merge_across(mask);
-    a.text_max = fmaxf(a.text_max, __shfl_xor_sync(0xffffffffu, a.text_max, mask));
-    a.text_lse = log_add_across(a.text_lse, mask);
-    a.mark_lse = log_add_across(a.mark_lse, mask);
-    a.all_lse = log_add_across(a.all_lse, mask);
-    a.watched = fmaxf(a.watched, __shfl_xor_sync(0xffffffffu, a.watched, mask));
-}
-
-__device__ __forceinline__ void merge(Merged& a, const Merged& b) {
-    a.text.offer(b.text.score, b.text.logit, b.text.token);
-    a.mark.offer(b.mark.score, b.mark.logit, b.mark.token);
-    a.text_max = fmaxf(a.text_max, b.text_max);
-    a.text_lse = log_add(a.text_lse, b.text_lse);
-    a.mark_lse = log_add(a.mark_lse, b.mark_lse);
-    a.all_lse = log_add(a.all_lse, b.all_lse);
-    a.watched = fmaxf(a.watched, b.watched);
+// All lanes' partials as one, the same on every lane.
+__device__ __forceinline__ Merged over_warp(const Merged& mine, bool has_marks, bool watches) {
+    Merged all = nothing();
+    all.text = over_warp(mine.text);
+    all.text_max = largest(mine.text_max);
+    all.text_lse = log_sum(mine.text_lse);
+    if (has_marks) {
+        all.mark = over_warp(mine.mark);
+        all.mark_lse = log_sum(mine.mark_lse);
+    }
+    if (watches) {
+        all.all_lse = log_sum(mine.all_lse);
+        all.watched = largest(mine.watched);
+    }
+    return all;
 }
 
 __device__ __forceinline__ Pick pick_of(const Merged& a, bool has_marks) {
@@ -78,37 +76,40 @@ __device__ __forceinline__ Pick pick_of(const Merged& a, bool has_marks) {
     if (has_marks && a.mark_lse > a.text_max) {
         pick.token = a.mark.token;
         pick.logprob = a.mark.logit - a.mark_lse;
-        pick.found = is_finite(a.mark.score);
+        pick.found = is_finite(a.mark.score) && is_finite(pick.logprob);
     } else {
         const bool is_mark = a.mark.score > a.text.score;
         pick.token = is_mark ? a.mark.token : a.text.token;
         pick.logprob = (is_mark ? a.mark.logit : a.text.logit) - log_add(a.text_lse, a.mark_lse);
-        pick.found = is_finite(is_mark ? a.mark.score : a.text.score);
+        pick.found = is_finite(is_mark ? a.mark.score : a.text.score) && is_finite(pick.logprob);
     }
     pick.watched = expf(a.watched - a.all_lse);
     return pick;
 }
 
-// Picks of all rows into shared memory. Groups of 32 SMs merge across a warp, then the groups in order.
+// Picks of all rows into shared memory: groups of 32 SMs merge across a warp each, then the groups across one.
 __device__ __forceinline__ const Pick* merge_partials(const Machine m) {
     Merged* groups = (Merged*)m.x();  // [row][group]
     Pick* picks = (Pick*)m.sums();
-    const u32 n_rows = m.misc().state.n_rows, buffer = m.field(PHASE_INPUT), epoch = m.epoch + m.field(PHASE_INPUT_EPOCH);
-    for (u32 i = m.warp(); i < n_rows * PARTIAL_GROUPS; i += N_WARPS) {
-        const u32 row = i / PARTIAL_GROUPS, sm = i % PARTIAL_GROUPS * 32 + m.lane();
-        Merged merged = sm < N_SMS ? read_partial(m, buffer, sm, row, epoch) : nothing();
+    const State& state = m.misc().state;
+    const u32 buffer = m.field(PHASE_INPUT), epoch = m.epoch + m.field(PHASE_INPUT_EPOCH);
 #pragma unroll 1
-        for (int mask = 16; mask; mask >>= 1) merge_across(merged, mask);
-        if (m.lane() == 0) groups[i] = merged;
+    for (u32 i = m.warp(); i < state.n_rows * PARTIAL_GROUPS; i += N_WARPS) {
+        const Row& row = state.rows[i / PARTIAL_GROUPS];
+        const u32 sm = i % PARTIAL_GROUPS * 32 + m.lane();
+        const Merged mine = sm < N_SMS ? read_partial(m, buffer, sm, i / PARTIAL_GROUPS, epoch) : nothing();
+        const Merged all = over_warp(mine, row.last_mark != 0, row.position == state.slots[row.slot].watch_row);
+        if (m.lane() == 0) groups[i] = all;
     }
     __syncthreads();
-    if (m.thread() < n_rows) {
-        Merged merged = groups[m.thread() * PARTIAL_GROUPS];
-        for (u32 g = 1; g < PARTIAL_GROUPS; g++) merge(merged, groups[m.thread() * PARTIAL_GROUPS + g]);
-        picks[m.thread()] = pick_of(merged, m.misc().state.slots[m.misc().state.rows[m.thread()].slot].flags & REQUEST_FLAG_MARKERS);
+    if (m.warp() < state.n_rows) {
+        const Row& row = state.rows[m.warp()];
+        const Merged mine = m.lane() < PARTIAL_GROUPS ? groups[m.warp() * PARTIAL_GROUPS + m.lane()] : nothing();
+        const Merged all = over_warp(mine, row.last_mark != 0, row.position == state.slots[row.slot].watch_row);
+        if (m.lane() == 0) picks[m.warp()] = pick_of(all, state.slots[row.slot].flags & REQUEST_FLAG_MARKERS);
     }
-    __syncwarp();
-    return picks;  // for the lanes of warp 0
+    __syncthreads();
+    return picks;
 }
 
 __device__ __forceinline__ void write_token(Slot& slot, u32 token) {
@@ -212,47 +213,54 @@ __device__ __forceinline__ void mask_row(Row& row, const Slot& slot) {
     }
 }
 
-// The rows of the next step: each active slot has one, then the rest goes to the slots in order. Lane s follows slot s.
-__device__ __noinline__ void make_rows(const Machine m) {
+// The rows of the next step: each active slot has one, then the rest goes to the slots in order. Lane s follows slot s,
+// of which ``slot`` is its copy.
+__device__ __forceinline__ void make_rows(const Machine m, Slot& slot) {
     State& state = m.misc().state;
-    const bool is_slot = m.lane() < MAX_SLOTS && state.slots[m.lane() % MAX_SLOTS].active;
-    Slot& slot = state.slots[m.lane() % MAX_SLOTS];
-    const u32 wanted = is_slot ? rows_wanted(slot) : 0;
-    const u32 active = __ballot_sync(0xffffffffu, is_slot);
-    u32 left = TARGET_ROWS - __popc(active), first = 0, mine = 0, mine_first = 0;
-    for (u32 s = 0; s < MAX_SLOTS; s++) {
-        u32 want = __shfl_sync(0xffffffffu, wanted, s);
-        if (want == 0) continue;
-        u32 extra = want - 1 < left ? want - 1 : left;
-        left -= extra;
-        if (s == m.lane()) {
-            mine = 1 + extra;
-            mine_first = first;
+    const bool is_active = m.lane() < MAX_SLOTS && slot.active;
+    const u32 wanted = is_active ? rows_wanted(slot) : 0, active = __ballot_sync(0xffffffffu, is_active);
+    u32 n_rows = __popc(active);
+    slot.first_row = __popc(active & ((1u << m.lane()) - 1));
+    slot.n_rows = is_active;
+    if (__any_sync(0xffffffffu, wanted > 1)) {
+        u32 left = TARGET_ROWS - n_rows;
+        n_rows = 0;
+#pragma unroll 1
+        for (u32 s = 0; s < MAX_SLOTS; s++) {
+            const u32 want = __shfl_sync(0xffffffffu, wanted, s);
+            if (want == 0) continue;
+            const u32 extra = want - 1 < left ? want - 1 : left;
+            left -= extra;
+            if (s == m.lane()) {
+                slot.first_row = n_rows;
+                slot.n_rows = 1 + extra;
+            }
+            n_rows += 1 + extra;
         }
-        first += 1 + extra;
     }
     if (m.lane() < MAX_SLOTS) {
-        slot.first_row = mine_first;
-        slot.n_rows = mine;
-        Slot ahead = slot;  // the state after each row's token
+        state.slots[m.lane()] = slot;
         const u32 n_forced = slot.n_head + slot.n_prefix;
-        for (u32 i = 0; i < mine; i++) {
-            Row& row = state.rows[mine_first + i];
+        const u32 n_known = slot.n_fed < n_forced ? n_forced - slot.n_fed : 1;  // rows before those of the draft
+        Slot ahead = slot;  // as it will be behind each row's token
+#pragma unroll 1
+        for (u32 i = 0; i < slot.n_rows; i++) {
+            Row& row = state.rows[slot.first_row + i];
             const u32 position = slot.n_fed + i;
             row.slot = m.lane();
             row.position = position;
+            u32 token = slot.pending;
             if (position < n_forced)
-                row.token = request_token(m, m.lane(), position);
-            else if (i == 0)
-                row.token = slot.pending;
-            else
-                row.token = request_token(m, m.lane(), n_forced + slot.cursor + (i - (slot.n_fed < n_forced ? n_forced - slot.n_fed : 1)));
+                token = request_token(m, m.lane(), position);
+            else if (i != 0)
+                token = request_token(m, m.lane(), n_forced + slot.cursor + i - n_known);
+            row.token = token;
             // the pending token was written when it was picked
-            if (position >= slot.n_head && !(i == 0 && slot.n_fed >= n_forced)) write_token(ahead, row.token);
+            if (position >= slot.n_head && !(i == 0 && slot.n_fed >= n_forced)) write_token(ahead, token);
             mask_row(row, ahead);
         }
     }
-    if (m.lane() == 0) state.n_rows = first;
+    if (m.lane() == 0) state.n_rows = n_rows;
 }
 
 __device__ __forceinline__ void open_slot(const Machine m, u32 index) {
@@ -306,30 +314,38 @@ __device__ __noinline__ void obey(const Machine m, u32 count) {
     }
 }
 
-__device__ __forceinline__ void select(const Machine m) {
+__device__ __noinline__ void begin_rows(const Machine m) {
+    Slot slot = m.misc().state.slots[m.lane() % MAX_SLOTS];
+    make_rows(m, slot);
+}
+
+// What the picks and the control word make of the slots, and the next rows. Warp 0 alone; a call, since its registers
+// would be everyone's.
+__device__ __noinline__ void decide(const Machine m, const Pick* picks, u32 control) {
     State& state = m.misc().state;
-    const u32 epoch = m.epoch + m.field(PHASE_INPUT_EPOCH);
-    if (state.n_rows != 0) {
-        const Pick* picks = merge_partials(m);
-        if (m.warp() == 0 && m.lane() < MAX_SLOTS && !m.misc().dead) {
-            Slot slot = state.slots[m.lane()];
-            if (slot.n_rows != 0) accept(m, slot, m.lane(), picks);
-            state.slots[m.lane()] = slot;
-        }
+    Slot slot = state.slots[m.lane() % MAX_SLOTS];
+    if (m.lane() < MAX_SLOTS && slot.n_rows != 0) accept(m, slot, m.lane(), picks);
+    if ((control & 0xffffffu) != (state.n_commands & 0xffffffu)) {
+        if (m.lane() < MAX_SLOTS) state.slots[m.lane()] = slot;
+        __syncwarp();
+        if (m.lane() == 0) obey(m, control & 0xffffffu);
+        __syncwarp();
+        slot = state.slots[m.lane() % MAX_SLOTS];
     }
+    __syncwarp();
+    if (m.lane() == 0) {
+        if (control >> 24) state.leave = control >> 24;
+        state.n_steps++;
+    }
+    make_rows(m, slot);
+}
+
+__device__ __forceinline__ void select(const Machine m) {
+    const u32 n_rows = m.misc().state.n_rows, epoch = m.epoch + m.field(PHASE_INPUT_EPOCH);
+    const Pick* picks = n_rows != 0 ? merge_partials(m) : nullptr;
     if (m.warp() == 0) {
-        __syncwarp();
-        if (m.lane() == 0) {
-            const u32 control = take(m, words(m) + CONTROL_WORD, epoch, state.n_rows != 0);
-            if (!m.misc().dead) {
-                if ((control & 0xffffffu) != (state.n_commands & 0xffffffu)) obey(m, control & 0xffffffu);
-                if (control >> 24) state.leave = control >> 24;
-            }
-            state.n_steps++;
-        }
-        __syncwarp();
-        if (!m.misc().dead) make_rows(m);
-        __syncwarp();
+        const u32 control = take(m, words(m) + CONTROL_WORD, epoch, n_rows != 0);
+        if (!m.misc().dead) decide(m, picks, control);
     }
     __syncthreads();
 }
