@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from megakernel.errors import FaultError, RequestError
 from megakernel.evaluate import Memory, evaluate, merged_partials, network_of
 from megakernel.fuse import fuse
-from megakernel.isa import MAX_ROWS
-from megakernel.mailbox import Record, decode_record
+from megakernel.isa import MAX_ROWS, EndReason
+from megakernel.mailbox import DoneRecord, Record, decode_record
 from megakernel.ops import Sizes
 from megakernel.request import Request, encode_request
 from megakernel.select import Row, Slot, Slots, accept, record_words, rows_of_step
@@ -49,6 +49,7 @@ class HostRuntime:
         self._sizes, self._logits_of, self._bits = sizes, logits_of, bits
         self._slots: Slots = (None,) * sizes.max_slots
         self._n_tickets = 0
+        self._cancelled: list[Record] = []
         self.n_steps = 0
         self.fault_at_step: int | None = None
         self.is_closed = False
@@ -62,13 +63,16 @@ class HostRuntime:
         return self._n_tickets
 
     def cancel(self, slot: int) -> None:
-        raise AssertionError("nothing here is cancelled")
+        state = self._slots[slot]
+        assert state is not None, "only what is open is cancelled"
+        self._cancelled.append(DoneRecord(slot, state.ticket, EndReason.CANCELLED, 0.0, 0, 0))
+        self._slots = (*self._slots[:slot], None, *self._slots[slot + 1 :])
 
     def burst(self) -> None:
         """Nothing to launch."""
 
     def wait(self, timeout_s: float) -> list[Record]:
-        records: list[Record] = []
+        records, self._cancelled = self._cancelled, []
         while any(self._slots) and not records:
             if self.n_steps == self.fault_at_step:
                 raise FaultError("TIMEOUT on SM 3")
@@ -245,6 +249,19 @@ def test_a_recording_is_written_with_timestamps_as_on_the_cpu() -> None:
     assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-3)
     n_own = found.alignment_scores.shape[2]
     torch.testing.assert_close(found.alignment_scores, wanted.alignment_scores[:, :, :n_own], atol=1e-3, rtol=1e-3)
+
+
+def test_a_request_that_is_refused_takes_no_other_slot_with_it() -> None:
+    model, tokenizer = small_checkpoint()
+    rules = rule_book(tokenizer, model.config.n_vocab)
+    backend, _ = on_network(model, rules)
+    audios = [audio for audio in backend.listen([noise(5_000), noise(6_000)]) if audio is not None]
+    short = WhisperRequest((rules.special.start_of_transcript,), 0, (), (), 5)
+    long = WhisperRequest((rules.special.start_of_transcript,), 0, (3,) * model.config.n_text_positions, (), 5)
+    with pytest.raises(RequestError, match="head and prefix: 449"):
+        backend.write([Writing(audio, one, rules.plain) for audio, one in zip(audios, (short, long), strict=True)])
+    again = backend.write([Writing(audio, short, rules.plain) for audio in audios])
+    assert [len(one.tokens) for one in again] == [5, 5]
 
 
 def test_doubtful_finals_are_tried_again_at_temperatures_the_same_way_each_time() -> None:
