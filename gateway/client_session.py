@@ -66,7 +66,8 @@ class Hello:
     context: str = ""
     require: tuple[str, ...] = ()
     prefer: tuple[str, ...] = ()
-    hangover_ms: int | None = None  # 100..5000
+    hangover_ms: int | None = None  # 100..10000
+    sentence_hangover_ms: int | None = None  # 100..10000; of what reads as a finished sentence
     speech_threshold: float | None = None  # 0.05..0.95
     pre_roll_ms: int | None = None  # 300..2000
     partial_interval_ms: int | None = None  # 100..10000
@@ -90,6 +91,7 @@ class Settings:
     vocabulary: tuple[str, ...] | Unchanged = Unchanged.UNCHANGED
     context: str | Unchanged = Unchanged.UNCHANGED
     hangover_ms: int | Unchanged = Unchanged.UNCHANGED
+    sentence_hangover_ms: int | None | Unchanged = Unchanged.UNCHANGED
     speech_threshold: float | Unchanged = Unchanged.UNCHANGED
     pre_roll_ms: int | Unchanged = Unchanged.UNCHANGED
     partial_interval_ms: int | Unchanged = Unchanged.UNCHANGED

@@ -15,7 +15,7 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 1 << 20
 
 Encoding: TypeAlias = str  # the accepted ones are ingest's to list: its error says more than a schema's
-HangoverMs = Annotated[int, Meta(ge=100, le=5_000)]
+HangoverMs = Annotated[int, Meta(ge=100, le=10_000)]
 PartialIntervalMs = Annotated[int, Meta(ge=100, le=10_000)]
 SpeechThreshold = Annotated[float, Meta(ge=0.05, le=0.95)]
 PreRollMs = Annotated[int, Meta(ge=300, le=2_000)]
@@ -58,6 +58,7 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     require: tuple[str, ...] | UnsetType = UNSET
     prefer: tuple[str, ...] | UnsetType = UNSET
     hangover_ms: HangoverMs | UnsetType = UNSET
+    sentence_hangover_ms: HangoverMs | None | UnsetType = UNSET
     speech_threshold: SpeechThreshold | UnsetType = UNSET
     pre_roll_ms: PreRollMs | UnsetType = UNSET
     partial_interval_ms: PartialIntervalMs | UnsetType = UNSET
@@ -92,6 +93,7 @@ class Update(Struct, frozen=True, forbid_unknown_fields=True, tag="update"):
     vocabulary: Vocabulary | UnsetType = UNSET
     context: Context | UnsetType = UNSET
     hangover_ms: HangoverMs | UnsetType = UNSET
+    sentence_hangover_ms: HangoverMs | None | UnsetType = UNSET
     speech_threshold: SpeechThreshold | UnsetType = UNSET
     pre_roll_ms: PreRollMs | UnsetType = UNSET
     partial_interval_ms: PartialIntervalMs | UnsetType = UNSET

@@ -120,6 +120,7 @@ class StreamSettings:
 
     gate: GateSettings
     partial_interval_ms: int
+    sentence_hangover_ms: int | None = None  # silence that ends an utterance which reads complete; None: as any other
     options: DecodeOptions = field(default_factory=DecodeOptions)
 
     @property
@@ -153,6 +154,7 @@ class _Spoken:
     utterance: Utterance
     stream_id: int
     start_sample: int
+    sentence_hangover_ms: int | None
     ended_at_s: float | None = None
 
 
@@ -396,7 +398,11 @@ class Session:
 
     def decoded(self, hypothesis: Hypothesis, now_s: float) -> list[Effect]:
         """The engine's answer to the decode handed out."""
-        return self._transcribed(self._spoken[0].utterance.decoded(hypothesis), now_s)
+        head = self._spoken[0]
+        segments = head.utterance.decoded(hypothesis)
+        if head.sentence_hangover_ms is not None and head is self._spoken[-1] and head.utterance.reads_complete:
+            self._gate.hurry(head.sentence_hangover_ms)
+        return self._transcribed(segments, now_s)
 
     def decode_failed(self, message: str, now_s: float) -> list[Effect]:
         """The engine failed on the decode handed out."""
@@ -683,7 +689,8 @@ class Session:
             pacing=self._settings.pacing,
             policy=self._config.commit_policy,
         )
-        self._spoken.append(_Spoken(utterance, self._stream_id, start_sample))
+        hangover_ms = self._settings.sentence_hangover_ms
+        self._spoken.append(_Spoken(utterance, self._stream_id, start_sample, hangover_ms))
         self._n_begun += 1
         if len(self._spoken) == 1:
             self._prepare_head()
@@ -790,8 +797,12 @@ def _settings_from(message: Hello | Update, base: StreamSettings, card: ModelCar
         card.check(options)
     except UnsupportedOptionError as error:
         raise ClientError("unsupported_option", str(error)) from error
+    sentence_hangover_ms = _or(message.sentence_hangover_ms, base.sentence_hangover_ms)
+    if sentence_hangover_ms is not None and Capability.PUNCTUATION not in card.capabilities:
+        raise ClientError("unsupported_option", f"{card.name} writes no punctuation, which sentence_hangover_ms needs")
     return StreamSettings(
         options=options,
+        sentence_hangover_ms=sentence_hangover_ms,
         gate=_gate_from(message, base.gate),
         partial_interval_ms=_or(message.partial_interval_ms, base.partial_interval_ms),
     )

@@ -11,6 +11,7 @@ from enum import Enum, StrEnum, auto
 
 from streaming.agreement import after, agree, ends_before, whole_words
 from streaming.context import Context
+from streaming.endpoint import reads_complete
 from streaming.guards import gives_up, is_looping, is_too_fast, without_loop
 from streaming.pacing import Pacing, partial_is_due
 from streaming.transcript import EndReason, Hypothesis, Quality, Segment, Word
@@ -124,6 +125,11 @@ class Utterance:
     def keep_from_sample(self) -> int:
         """Audio before this is no longer needed."""
         return self.context.lead_start_sample if self.context.lead else self._start_sample
+
+    @property
+    def reads_complete(self) -> bool:
+        """Whether the speaker pauses behind words that, decoded since then, read as a finished sentence."""
+        return self._is_paused and self._complete is not None and reads_complete(self._committed + self._tentative)
 
     def heard(self, until_sample: int) -> None:
         """Audio up to ``until_sample`` belongs to this utterance."""

@@ -24,7 +24,7 @@ class GateSettings:
     min_speech_ms: int = 96  # 32..1000
     onset_ms: int = 256  # min_speech_ms..2000
     pause_ms: int = 192  # 32..5000; silence after which decoding pays; no event if the hangover is over first
-    hangover_ms: int = 450  # 100..5000; silence that ends a span
+    hangover_ms: int = 450  # 100..10000; silence that ends a span
     pre_roll_ms: int = 320  # 300..2000; audio before the onset that belongs to the span
     post_roll_ms: int = 160  # 0..5000; audio behind the last voiced window that belongs to the span
 
@@ -35,7 +35,7 @@ class GateSettings:
         _check_range("min_speech_ms", self.min_speech_ms, 32, 1000, " ms")
         _check_range("onset_ms", self.onset_ms, self.min_speech_ms, 2000, " ms (from min_speech_ms on)")
         _check_range("pause_ms", self.pause_ms, 32, 5000, " ms")
-        _check_range("hangover_ms", self.hangover_ms, 100, 5000, " ms")
+        _check_range("hangover_ms", self.hangover_ms, 100, 10_000, " ms")
         _check_range("pre_roll_ms", self.pre_roll_ms, 300, 2000, " ms")
         _check_range("post_roll_ms", self.post_roll_ms, 0, 5000, " ms")
 
@@ -85,6 +85,7 @@ class _Span:
     settings: GateSettings
     start_sample: int
     speech_end_sample: int  # end of the last voiced window
+    hurried_ms: int | None = None  # the silence that ends it, if less than the settings say; until the voice comes back
     is_voiced: bool = True
     is_paused: bool = False
 
@@ -160,6 +161,11 @@ class Gate:
             self._finish(self._span, at_sample, events)
         return events
 
+    def hurry(self, hangover_ms: int) -> None:
+        """Let less silence end the span that is open, because what was said reads complete; until the voice is back."""
+        if self._span is not None and not self._span.is_voiced:
+            self._span.hurried_ms = min(hangover_ms, self._span.settings.hangover_ms)
+
     def _listen(self, start_sample: int, probability: float) -> list[GateEvent]:
         events: list[GateEvent] = []
         n_onset_windows = -(-samples_from_ms(self.settings.onset_ms) // WINDOW_SAMPLES)  # whole ones that hold onset_ms
@@ -179,12 +185,14 @@ class Gate:
             span.is_voiced = False
         if span.is_voiced:
             span.speech_end_sample = self._now_sample
+            span.hurried_ms = None
             if span.is_paused:
                 span.is_paused = False
                 events.append(SpeechResumed(start_sample))
             return events
         silence_samples = self._now_sample - span.speech_end_sample
-        if silence_samples >= samples_from_ms(span.settings.hangover_ms):
+        hangover_ms = span.settings.hangover_ms if span.hurried_ms is None else span.hurried_ms
+        if silence_samples >= samples_from_ms(hangover_ms):
             self._finish(span, self._now_sample, events)
         elif silence_samples >= samples_from_ms(span.settings.pause_ms) and not span.is_paused:
             span.is_paused = True

@@ -341,7 +341,10 @@ def _chunking(fields: _Fields) -> TurnDetection | None:
             raise BadValueError(
                 "chunking_strategy", f"chunking_strategy is {text!r}; accepted are 'auto' and an object"
             ) from error
-    return turn_detection_of({key: _number(value) for key, value in given.items()}, "chunking_strategy")
+    turns = turn_detection_of({key: _number(value) for key, value in given.items()}, "chunking_strategy")
+    if turns is not None and turns.eagerness is not None:
+        raise BadValueError("chunking_strategy.type", "chunking_strategy takes 'auto' and server_vad")
+    return turns
 
 
 def _number(value: Any) -> Any:

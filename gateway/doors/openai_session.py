@@ -21,7 +21,10 @@ WARNINGS = "senseway.warning"  # an extension: events for what is only half hono
 MIN_THRESHOLD, MAX_THRESHOLD = 0.05, 0.95
 MAX_PREFIX_MS = 2_000
 MIN_PRE_ROLL_MS = 300  # less would cost first syllables, so the model hears this much at least
-MIN_SILENCE_MS, MAX_SILENCE_MS = 100, 5_000
+MIN_SILENCE_MS, MAX_SILENCE_MS = 100, 10_000
+# Of semantic_vad: the longest silence inside a turn, and the one behind words that read as a finished sentence. The
+# former are the protocol's; the latter are ours, for a heuristic stands in where upstream has a model of turns.
+EAGERNESS_MS = {"low": (8_000, 800), "medium": (4_000, 500), "high": (2_000, 300)}
 MAX_KEYWORDS, MAX_KEYWORD_CHARACTERS, MAX_PROMPT_CHARACTERS = 1_000, 100, 4_000
 PCM_RATES_HZ = range(8_000, 48_001)
 PARTIAL_INTERVAL_MS = {"minimal": 200, "low": 300, "medium": 500, "high": 800, "xhigh": 1_500}  # of ``delay``
@@ -39,11 +42,29 @@ class BadValueError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TurnDetection:
-    """``server_vad``, as it is in force."""
+    """How turns end, as it is in force: ``server_vad``, or ``semantic_vad`` where there is an ``eagerness``."""
 
     threshold: float = 0.5
     prefix_padding_ms: int = 300
     silence_duration_ms: int = 500
+    eagerness: str | None = None
+
+    @property
+    def sentence_ms(self) -> int | None:
+        """The silence that ends a turn which reads complete; ``None`` where the text does not matter."""
+        return None if self.eagerness is None else EAGERNESS_MS[self.eagerness][1]
+
+    def plain(self) -> dict[str, Any]:
+        """As events show it."""
+        if self.eagerness is not None:
+            return {"type": "semantic_vad", "eagerness": self.eagerness}
+        return {
+            "type": "server_vad",
+            "threshold": self.threshold,
+            "prefix_padding_ms": self.prefix_padding_ms,
+            "silence_duration_ms": self.silence_duration_ms,
+            "idle_timeout_ms": None,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +106,7 @@ class TranscriptionSession:
             vocabulary=settings.vocabulary,
             context=settings.context,
             hangover_ms=settings.hangover_ms,
+            sentence_hangover_ms=settings.sentence_hangover_ms,
             speech_threshold=settings.speech_threshold,
             pre_roll_ms=settings.pre_roll_ms,
             partial_interval_ms=settings.partial_interval_ms,
@@ -100,6 +122,7 @@ class TranscriptionSession:
             vocabulary=self.keywords,
             context=self.prompt,
             hangover_ms=turns.silence_duration_ms if turns else house.gate.hangover_ms,
+            sentence_hangover_ms=turns.sentence_ms if turns else None,
             speech_threshold=turns.threshold if turns else house.gate.threshold,
             pre_roll_ms=max(MIN_PRE_ROLL_MS, turns.prefix_padding_ms) if turns else house.gate.pre_roll_ms,
             partial_interval_ms=interval_ms,
@@ -108,7 +131,6 @@ class TranscriptionSession:
     def plain(self) -> dict[str, Any]:
         """The session object as events show it: what is in force."""
         pcm = {"type": "audio/pcm", "rate": self.rate_hz}
-        turns = self.turn_detection
         return {
             "type": "transcription",
             "audio": {
@@ -122,14 +144,7 @@ class TranscriptionSession:
                         "delay": self.delay,
                     },
                     "noise_reduction": None,
-                    "turn_detection": turns
-                    and {
-                        "type": "server_vad",
-                        "threshold": turns.threshold,
-                        "prefix_padding_ms": turns.prefix_padding_ms,
-                        "silence_duration_ms": turns.silence_duration_ms,
-                        "idle_timeout_ms": None,
-                    },
+                    "turn_detection": self.turn_detection and self.turn_detection.plain(),
                 }
             },
             "include": list(self.include) or None,
@@ -157,6 +172,10 @@ def updated(session: TranscriptionSession, patch: Any, house: House) -> Transcri
     if "include" in body:
         session = replace(session, include=_included(body["include"], session, house))
     _check_options(session, house, f"{path}.transcription")
+    if session.turn_detection and session.turn_detection.eagerness and not _punctuates(session.model, house):
+        raise BadValueError(
+            f"{path}.turn_detection.type", f"{session.model} writes no punctuation, which semantic_vad goes by here"
+        )
     return session
 
 
@@ -240,16 +259,18 @@ def turn_detection_of(value: Any, path: str) -> TurnDetection | None:
     """The turns that a ``turn_detection`` object asks for, ``None`` for null.
 
     Raises:
-        BadValueError: for another kind than ``server_vad``, or what is no number.
+        BadValueError: for an unknown kind or eagerness, or what is no number.
     """
     if value is None:
         return None
     given = _object(value, path)
     kind = given.get("type", "server_vad")
+    if kind == "semantic_vad":
+        return _semantic(given.get("eagerness"), path)
     if kind != "server_vad":
         raise BadValueError(
             f"{path}.type",
-            f"{path}.type is {kind!r}; accepted are 'server_vad', and null for a client that commits by itself",
+            f"{path}.type is {kind!r}; accepted are 'server_vad', 'semantic_vad', and null for a client that commits",
         )
     default = TurnDetection()
     threshold = _number(given, "threshold", default.threshold, path)
@@ -260,6 +281,18 @@ def turn_detection_of(value: Any, path: str) -> TurnDetection | None:
         prefix_padding_ms=round(min(max(prefix_ms, 0), MAX_PREFIX_MS)),
         silence_duration_ms=round(min(max(silence_ms, MIN_SILENCE_MS), MAX_SILENCE_MS)),
     )
+
+
+def _semantic(eagerness: Any, path: str) -> TurnDetection:
+    name = "medium" if eagerness in (None, "auto") else eagerness
+    if not isinstance(name, str) or name not in EAGERNESS_MS:
+        known = ", ".join(EAGERNESS_MS)
+        raise BadValueError(f"{path}.eagerness", f"{path}.eagerness is {eagerness!r}; accepted are auto, {known}")
+    return TurnDetection(silence_duration_ms=EAGERNESS_MS[name][0], eagerness=name)
+
+
+def _punctuates(model: str, house: House) -> bool:
+    return Capability.PUNCTUATION in house.cards[model].capabilities
 
 
 def _number(given: Mapping[str, Any], name: str, default: float, path: str) -> float:

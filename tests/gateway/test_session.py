@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from gateway import messages as m
 from gateway.effects import Close, Send
@@ -213,6 +214,23 @@ def test_speech_in_progress_ends_with_the_old_hangover(world, hangover_ms) -> No
     update = (pcm[10][0], m.Update(id="u", hangover_ms=hangover_ms))
     seen = simulation.run([(0.0, world.hello), *pcm[:10], update, *pcm[10:]])
     assert [final.text for final in of(seen, m.Final)] == ["w0 w1 w2 w3 w4 w5"]
+
+
+def test_what_reads_as_a_finished_sentence_ends_sooner(world) -> None:
+    scene = world.make_scene([0.5, 2, 1.0, 2, 1.0, 1, 4.0])
+    words = [replace(word, text=word.text + ("." if index == 3 else "")) for index, word in enumerate(scene.words)]
+    simulation = world.simulation(world.Engine(tuple(words)), 0.1)
+    hello = structs.replace(world.hello, hangover_ms=3_000, sentence_hangover_ms=400)
+    seen = simulation.run([(0.0, hello), *world.packets(scene.pcm())])
+    assert [final.text for final in of(seen, m.Final)] == ["w0 w1 w2 w3.", "w4"]
+
+
+def test_a_model_that_writes_no_marks_can_not_go_by_sentences(world) -> None:
+    engine = world.Engine(())
+    engine.card = replace(engine.card, capabilities=frozenset())
+    session = world.session(engine)
+    [effect] = session.receive(structs.replace(world.hello, sentence_hangover_ms=400), 0.0)
+    assert effect.message.code == "unsupported_option" and "punctuation" in effect.message.message
 
 
 def test_an_update_that_the_model_can_not_honour_changes_nothing(world) -> None:

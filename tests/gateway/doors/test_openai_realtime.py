@@ -3,6 +3,7 @@
 import base64
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -238,7 +239,7 @@ def test_what_is_not_served_is_reported_as_off_and_is_no_error(world) -> None:
         ({"audio": {"input": {"format": {"type": "audio/mp3"}}}}, "session.audio.input.format.type", "invalid_value"),
         ({"audio": {"input": {"format": {"rate": 7}}}}, "session.audio.input.format.rate", "invalid_value"),
         (
-            {"audio": {"input": {"turn_detection": {"type": "semantic_vad"}}}},
+            {"audio": {"input": {"turn_detection": {"type": "telepathic_vad"}}}},
             "session.audio.input.turn_detection.type",
             "invalid_value",
         ),
@@ -262,6 +263,11 @@ def test_what_is_not_served_is_reported_as_off_and_is_no_error(world) -> None:
             {"audio": {"input": {"transcription": {"keywords": "x"}}}},
             "session.audio.input.transcription.keywords",
             None,
+        ),
+        (
+            {"audio": {"input": {"turn_detection": {"type": "semantic_vad", "eagerness": "keen"}}}},
+            "session.audio.input.turn_detection.eagerness",
+            "invalid_value",
         ),
         ({"audio": []}, "session.audio", "invalid_value"),
     ],
@@ -334,6 +340,51 @@ def test_the_format_can_change_in_the_middle(world) -> None:
     assert texts(events) == ["w0 w1 w2", "w3 w4 w5"]
     second = of(events, "input_audio_buffer.speech_started")[1]
     assert abs(second["audio_start_ms"] - (3_200 - 300)) <= 40
+
+
+# ---------------------------------------------------------------- turns by the words
+
+
+def with_marks(world, marks):
+    """Words with pauses of a second between them; ``marks`` stand behind the words."""
+    scene = world.make_scene([0.5, *(item for _ in marks for item in (1, 1.0)), 9.0])
+    words = [replace(word, text=word.text + mark) for word, mark in zip(scene.words, marks, strict=True)]
+    return type(scene)(scene.samples, tuple(words))
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.2])
+def test_semantic_vad_waits_for_a_sentence_that_reads_complete(world, delay_s) -> None:
+    scene = with_marks(world, [",", "", ".", "", "?"])
+    events = play(world, scene, live(scene, {"type": "semantic_vad"}), delay_s=delay_s)
+    assert_sound(events)
+    assert texts(events) == ["w0, w1 w2.", "w3 w4?"]
+
+
+def test_semantic_vad_waits_no_longer_than_its_eagerness_says(world) -> None:
+    scene = with_marks(world, [","])
+    ends_ms = []
+    for eagerness in ("low", "medium", "high"):
+        frames = live(scene, {"type": "semantic_vad", "eagerness": eagerness})
+        engine = world.Engine(scene.words)
+        told = world.behind(door_of(world, engine), engine).run(frames)
+        [at_s] = [item.at_s for item in told if "speech_stopped" in item.frame]
+        ends_ms.append(round((at_s - 0.85) * 1_000))
+    assert ends_ms == pytest.approx([8_000, 4_000, 2_000], abs=120)
+
+
+def test_semantic_vad_is_reported_as_it_is_in_force(world) -> None:
+    for eagerness, shown in ((None, "medium"), ("auto", "medium"), ("high", "high")):
+        [updated] = effective(world, update({"type": "semantic_vad", "eagerness": eagerness}))
+        turns = updated["session"]["audio"]["input"]["turn_detection"]
+        assert turns == {"type": "semantic_vad", "eagerness": shown}
+
+
+def test_a_model_without_punctuation_can_not_go_by_sentences(world) -> None:
+    card = replace(world.Engine(()).card, capabilities=frozenset())
+    house = world.house()
+    door = openai_realtime.open_door(world.knock(), type(house)({"reader": card}, house.gate, house.session)).door
+    [error] = [json.loads(say.frame) for say in door.receive(update({"type": "semantic_vad"}), 0.0)]
+    assert error["error"]["param"] == "session.audio.input.turn_detection.type"
 
 
 # ---------------------------------------------------------------- the client commits
