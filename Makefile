@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RESULTS := benchmarks/results
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo serve test check bench clean
+.PHONY: help demo serve test check bench gpu clean
 
 help:
 	@echo "make demo    stream a real recording through a real server and score the words"
@@ -13,6 +13,7 @@ help:
 	@echo "make test    check, then every test"
 	@echo "make check   format, lint, types, and who imports whom"
 	@echo "make bench   the figures in benchmarks/, in about an hour and a half"
+	@echo "make gpu     the figures of the megakernel, on an NVIDIA GPU, in about ten minutes"
 	@echo "make clean   remove .venv, .clients and caches"
 
 # $(1) is the result's name, $(2) the script and its arguments; a result is replaced only once it is whole.
@@ -44,6 +45,13 @@ bench: $(VENV)/.bench
 	$(call measure,streaming_tiny.en_4_at_once,streaming --model whisper-tiny.en --streams 4 --interval-ms 1000 --every 4)
 	$(call measure,streaming_base,streaming --model whisper-base --streams 2 --every 3)
 
+gpu: $(VENV)/.gpu
+	$(call measure,decoder_step,decoder_step)
+	$(call measure,request_latency,request_latency)
+	$(call measure,cold_start,cold_start)
+	$(call measure,partials_cost,partials_cost)
+	$(call measure,parity,parity)
+
 clean:
 	rm -rf $(VENV) .clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
@@ -63,6 +71,10 @@ $(VENV)/.run: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.run
 	$(PIP_INSTALL) --editable '.[hub,dev]'
+	@touch $@
+
+$(VENV)/.gpu: $(VENV)/.dev
+	$(PIP_INSTALL) --editable '.[hub,dev,gpu]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
