@@ -30,7 +30,7 @@ from .upload import Constants, Packed, as_tensor, constant, upload_weights
 
 log = logging.getLogger(__name__)
 
-GRAPH_STEPS = 8  # that are launched at a time in graph mode
+GRAPH_STEPS = 32  # that are launched at a time in graph mode; the steps behind the last token are in vain
 _CONTROL_BYTES = isa.CONTROL_WORDS * 4
 _BYTES_PER_MIB = 1 << 20
 

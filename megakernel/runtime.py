@@ -118,6 +118,7 @@ class Runtime:
         mode: Mode = Mode.LOOP,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``launches`` may have served another runtime, if its kernel has left: whatever is left of that is dropped."""
         self.mode = mode
         self.faults: list[Fault] = []
         self._program = program
@@ -139,6 +140,8 @@ class Runtime:
         self._started_at_s = 0.0
         self._beat = 0
         self._beat_at_s: float | None = None  # None until the first step of a launch
+        self._forget()
+        self._mailbox.take_records()
 
     @property
     def n_open(self) -> int:
@@ -359,10 +362,14 @@ class Runtime:
         if self._n_faults_in_row >= N_FAULTS_TO_GRAPH:
             self.mode = Mode.GRAPH
             log.warning("%s: %d faults in a row: on with one phase a launch", self._program.name, N_FAULTS_TO_GRAPH)
+        self._forget()
+        self._replay()
+
+    def _forget(self) -> None:
+        """Whatever the device was told, it was not."""
         self._launches.clear(state=True)
         self._n_steps = 0
-        self._mailbox.n_carried_out = self._mailbox.n_commands  # whatever was given is forgotten, and given again
-        self._replay()
+        self._mailbox.n_carried_out = self._mailbox.n_commands
 
     def _replay(self) -> None:
         for command in self._queue:

@@ -46,7 +46,6 @@ class Setup:
     launcher: Launcher
 
     def runtime(self, mode: Mode = Mode.LOOP) -> Runtime:
-        self.launcher.clear(state=True)
         return Runtime(self.launcher.program, self.launcher, n_rules=len(self.bitmaps), mode=mode)
 
 
