@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 MAX_STEPS = 1024  # of one launch, so that others on the GPU get their turn; about 0.1 s
 MAX_GRAPH_STEPS = 1 << 20  # until steps are counted from 0 again, one phase a launch
 IDLE_NS = 200_000  # without an open slot after which the kernel leaves
+RESIDENT_STEPS = 1 << 23  # of one launch of a kernel that stays; about a quarter of an hour
+RESIDENT_IDLE_NS = 1 << 62  # it is told when to leave
 SPIN_NS = 50_000_000  # that one SM waits for another
 BEAT_TIMEOUT_S = 0.1  # without a step, while a slot is open, that is taken for a fault
 START_TIMEOUT_S = 30.0  # until the first step: others may have the GPU
@@ -116,10 +118,16 @@ class Runtime:
         *,
         n_rules: int,
         mode: Mode = Mode.LOOP,
+        is_resident: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``launches`` may have served another runtime, if its kernel has left: whatever is left of that is dropped."""
+        """``launches`` may have served another runtime, if its kernel has left: whatever is left of that is dropped.
+
+        A resident kernel stays when it is idle, so that a request finds it there. Its program should be made for fewer
+        SMs than the GPU has: nobody else gets the others.
+        """
         self.mode = mode
+        self._is_resident = is_resident
         self.faults: list[Fault] = []
         self._program = program
         self._launches = launches
@@ -158,8 +166,9 @@ class Runtime:
     def open(self, slot: int, request: Request, *, after: Event | None = None) -> int:
         """Begin ``request`` in a free slot. Returns its ticket, which its records carry.
 
-        ``after`` is recorded behind whatever writes the slot's cross cache. If the kernel has the GPU to itself, that
-        has to wait for it, so the kernel is asked to leave, and goes on behind ``after``.
+        ``after`` is recorded behind whatever writes the slot's cross cache. A kernel that is not resident has the GPU
+        to itself, and that would wait for it: so the kernel is asked to leave, and goes on behind ``after``. A resident
+        one is told of the request by the first call of ``records`` that finds ``after`` over.
 
         Raises:
             RequestError: if the slot is not free or the request is out of range.
@@ -259,7 +268,8 @@ class Runtime:
         if not self._is_running:
             self._launches.wait_for(after)  # the launch that sees the command comes behind it
             return True
-        self._ask_to_leave()
+        if not self._is_resident:
+            self._ask_to_leave()
         return False
 
     def _ask_to_leave(self) -> None:
@@ -285,7 +295,7 @@ class Runtime:
 
     def _start(self) -> None:
         epochs = self._program.epochs_per_step
-        max_steps = MAX_STEPS if self.mode is Mode.LOOP else MAX_GRAPH_STEPS
+        max_steps = self._max_steps()
         if not self._goes_on and (self._n_steps + max_steps + 1) * epochs > _LARGEST_EPOCH:
             self._launches.clear(state=False)
             self._n_steps = 0
@@ -296,7 +306,7 @@ class Runtime:
             n_commands=self._mailbox.n_carried_out,
             n_records=self._mailbox.n_records,
             max_steps=max_steps,
-            idle_ns=IDLE_NS,
+            idle_ns=RESIDENT_IDLE_NS if self._is_resident else IDLE_NS,
             spin_ns=SPIN_NS,
         )
         self._fill_control(start)
@@ -304,6 +314,11 @@ class Runtime:
         self._is_running, self._asked_to_leave = True, False
         self._started_at_s, self._beat, self._beat_at_s = self._clock(), 0, None
         self._launches.start(start)
+
+    def _max_steps(self) -> int:
+        if self.mode is not Mode.LOOP:
+            return MAX_GRAPH_STEPS
+        return RESIDENT_STEPS if self._is_resident else MAX_STEPS
 
     def _fill_control(self, start: Start) -> None:
         control = self._mailbox.control_before
@@ -322,10 +337,14 @@ class Runtime:
                 raise FaultError(f"{self._program.name}: the kernel neither makes a step nor leaves")
         elif beat != self._beat:
             self._beat, self._beat_at_s = beat, now_s
-        elif self._slots and self._is_late(now_s):
+        elif self._n_given() and self._is_late(now_s):
             log.warning("%s: no step for %.0f ms, so the kernel must leave", self._program.name, BEAT_TIMEOUT_S * 1e3)
             self._aborted_at_s = now_s
             self._mailbox.set_abort(abort=True)
+
+    def _n_given(self) -> int:
+        """Open slots that the device knows of."""
+        return len(self._slots) - sum(command.kind is CommandKind.OPEN for command in self._queue)
 
     def _is_late(self, now_s: float) -> bool:
         if self._beat_at_s is None:

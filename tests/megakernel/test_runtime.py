@@ -124,7 +124,8 @@ class ScriptedDevice:
         self._n_steps += 1
         self._emit(*emitted, *told)
         self._block("beat", 1)[0] = self._n_steps
-        if leave is None and not any(self._slots) and not rows and self.starts[-1].mode is Mode.LOOP:
+        is_idle = not any(self._slots) and not rows and self.starts[-1].mode is Mode.LOOP
+        if leave is None and is_idle and self.starts[-1].idle_ns < 1e9:
             leave = LeaveReason.IDLE
         if leave is None and self._n_steps >= self.starts[-1].max_steps:
             leave = LeaveReason.STEPS
@@ -376,6 +377,49 @@ def test_whatever_joins_leaves_and_fails_no_token_is_lost_or_doubled(program: Pr
         assert got == (expected if each.reason is not EndReason.CANCELLED else expected[: len(got)])
     segments = [(each.ticket, each.first) for each in records if isinstance(each, SegmentRecord)]
     assert len(set(segments)) == len(segments)
+
+
+def test_a_resident_kernel_stays_until_it_is_told_to_leave(program: Program) -> None:
+    device = ScriptedDevice(program)
+    runtime = Runtime(program, device, n_rules=1, is_resident=True, clock=Clock())
+    for _ in range(3):
+        assert len(finish_one(runtime, request())) == 21
+        runtime.records()
+    assert runtime.is_running
+    runtime.leave()
+    assert not runtime.is_running
+    assert len(device.starts) == 1
+
+
+def test_a_resident_kernel_goes_on_while_a_request_waits_for_its_event(program: Program) -> None:
+    device = ScriptedDevice(program)
+    runtime = Runtime(program, device, n_rules=1, is_resident=True, clock=Clock())
+    runtime.open(0, request(max_tokens=60))
+    runtime.burst()
+    event = Recorded()
+    runtime.open(1, request(), after=event)
+    for _ in range(3):
+        assert {record.slot for record in runtime.records()} <= {0}
+    event.is_over = True
+    assert {record.slot for record in finish(runtime)} == {0, 1}
+    assert len(device.starts) == 1
+    assert device.waits == []
+
+
+def test_a_resident_kernel_with_nothing_to_do_yet_is_not_late(program: Program) -> None:
+    clock, device = Clock(), ScriptedDevice(program)
+    runtime = Runtime(program, device, n_rules=1, is_resident=True, clock=clock)
+    finish_one(runtime, request())
+    event = Recorded()
+    runtime.open(1, request(), after=event)
+    device.hangs = True
+    for _ in range(3):
+        runtime.records()
+        clock.now_s += 10 * BEAT_TIMEOUT_S
+    device.hangs = False
+    event.is_over = True
+    assert len(tokens_of(finish(runtime), 2)) == 20
+    assert runtime.faults == []
 
 
 def test_another_runtime_on_the_same_device_begins_anew(program: Program) -> None:
