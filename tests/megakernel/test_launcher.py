@@ -1,0 +1,53 @@
+"""What is refused before anything reaches a GPU. The launches themselves are tested on one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megakernel.compile import compile_program
+from megakernel.cubin import bitmap_words
+from megakernel.device import Device
+from megakernel.errors import NoDeviceError, RequestError, WrongProgramError
+from megakernel.graph import Graph
+from megakernel.launcher import Launcher, dynamic_shared_bytes
+from megakernel.program import Program
+from megakernel.target import KNOWN, Target
+
+GPU = Device(0, "a GPU", (9, 0), 5, 232_448, 1 << 30, True, 13000)
+
+
+@pytest.fixture(scope="module")
+def program(tiny_graph: Callable[..., Graph]) -> Program:
+    return compile_program(tiny_graph(), Target("five", "sm_90a", 5, 232_448))
+
+
+def load(program: Program, device: Device, *, n_words: int | None = None) -> Launcher:
+    bitmaps = np.zeros((1, 2, n_words or bitmap_words(program.sizes.n_tokens)), np.uint32)
+    return Launcher.load(program, {}, bitmaps, device=device, cache=None)
+
+
+@pytest.mark.parametrize(
+    "other", [replace(GPU, capability=(8, 0)), replace(GPU, n_sms=4), replace(GPU, shared_bytes=166_912)]
+)
+def test_a_program_for_another_gpu_is_refused(program: Program, other: Device) -> None:
+    with pytest.raises(WrongProgramError, match="was made for sm_90a, 5 SMs and 232448 bytes"):
+        load(program, other)
+
+
+def test_bitmaps_of_another_vocabulary_are_refused(program: Program) -> None:
+    with pytest.raises(RequestError, match=r"uint32 of \[rules, 2, 4\], not uint32 of \(1, 2, 5\)"):
+        load(program, GPU, n_words=5)
+
+
+def test_torch_without_a_gpu_is_no_device(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(NoDeviceError, match="this torch was built without CUDA or finds no GPU"):
+        load(program, GPU)
+
+
+def test_a_launch_never_asks_for_more_shared_memory_than_there_is(program: Program) -> None:
+    for target in KNOWN:
+        asked = dynamic_shared_bytes(replace(program, target=target))
+        assert target.shared_bytes - 16 * 512 < asked <= target.shared_bytes
