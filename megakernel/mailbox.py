@@ -10,6 +10,7 @@ stores, other processors are held to it by a fence. The device writes a record i
 with its number; the host reads both numbers, passes a fence, then reads the rest.
 """
 
+import struct
 import threading
 from dataclasses import dataclass
 
@@ -106,24 +107,34 @@ Record = SlotRecord | LeftRecord
 
 
 SLOT_FACTOR = 256  # a record's first word: its kind plus this times its slot
-_BODY = (isa.Record.TICKET, isa.Record.TOKEN, isa.Record.VALUE, isa.Record.EXTRA, isa.Record.STEP)
+_WORD, _FLOAT, _INDEX = (struct.Struct(code) for code in "Ifi")
 
 
 def decode_record(words: NDArray[np.uint32]) -> Record:  # [RECORD_WORDS]
     """What the device said."""
-    slot, kind = divmod(int(words[isa.Record.KIND]), SLOT_FACTOR)
-    ticket, token, value, extra, step = (int(words[word]) for word in _BODY)
-    as_float = float(words[isa.Record.VALUE : isa.Record.VALUE + 1].view(np.float32)[0])
-    match RecordKind(kind):
+    body: list[int] = words.tolist()  # one step out of numpy: a batch of slots speaks every 20 us
+    slot, kind = divmod(body[isa.Record.KIND], SLOT_FACTOR)
+    ticket, token, value, step = (
+        body[isa.Record.TICKET],
+        body[isa.Record.TOKEN],
+        body[isa.Record.VALUE],
+        body[isa.Record.STEP],
+    )
+    match kind:
         case RecordKind.TOKEN:
-            return TokenRecord(slot, ticket, token, as_float, extra, step)
+            return TokenRecord(slot, ticket, token, _as_float(value), body[isa.Record.EXTRA], step)
         case RecordKind.SEGMENT:
-            first = int(words[isa.Record.TOKEN : isa.Record.TOKEN + 1].view(np.int32)[0])
-            return SegmentRecord(slot, ticket, first, value, step)
+            return SegmentRecord(slot, ticket, _INDEX.unpack(_WORD.pack(token))[0], value, step)
         case RecordKind.DONE:
-            return DoneRecord(slot, ticket, EndReason(token), as_float, extra, step)
-        case RecordKind.LEFT:
+            return DoneRecord(slot, ticket, EndReason(token), _as_float(value), body[isa.Record.EXTRA], step)
+        case _:
+            assert kind == RecordKind.LEFT, f"a record of kind {kind}"
             return LeftRecord(LeaveReason(token), step)
+
+
+def _as_float(word: int) -> float:
+    value: float = _FLOAT.unpack(_WORD.pack(word))[0]
+    return value
 
 
 class Mailbox:
