@@ -30,17 +30,25 @@ def speech_text() -> str:
 @pytest.fixture(scope="session")
 def speech_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Seven seconds of speech between silences, 24 kHz, 16 bits, mono."""
+    return written(tmp_path_factory.mktemp("speech") / "speech.wav", 24_000)
+
+
+@pytest.fixture(scope="session")
+def speech_file_16k(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same at 16 kHz."""
+    return written(tmp_path_factory.mktemp("speech") / "speech_16k.wav", 16_000)
+
+
+def written(path: Path, rate_hz: int) -> Path:
     try:
-        samples, rate_hz = soundfile.read(recording("two_cities"), dtype="float32")
+        samples, recorded_hz = soundfile.read(recording("two_cities"), dtype="float32")
     except ModelUnavailableError as error:
         pytest.skip(f"the recording can't be had here: {error}")
-    speech = samples[int(START_S * rate_hz) : int(END_S * rate_hz)]
+    speech = soxr.resample(samples[int(START_S * recorded_hz) : int(END_S * recorded_hz)], recorded_hz, rate_hz)
     padded = np.concatenate([np.zeros(rate_hz // 2, np.float32), speech, np.zeros(2 * rate_hz, np.float32)])
-    pcm = (np.clip(soxr.resample(padded, rate_hz, 24_000), -1, 1) * 32_767).astype("<i2")
-    path = tmp_path_factory.mktemp("speech") / "speech.wav"
     with wave.open(str(path), "wb") as file:
-        file.setparams((1, 2, 24_000, 0, "NONE", ""))
-        file.writeframes(pcm.tobytes())
+        file.setparams((1, 2, rate_hz, 0, "NONE", ""))
+        file.writeframes((np.clip(padded, -1, 1) * 32_767).astype("<i2").tobytes())
     return path
 
 

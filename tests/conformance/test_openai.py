@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jiwer
 import pytest
-from whisper_normalizer.english import EnglishTextNormalizer
 
 from tests.conformance.clients import REPOSITORY, drive, python_of
+from tests.conformance.words import error_rate
 
 pytestmark = [pytest.mark.e2e, pytest.mark.weights]
 
@@ -31,11 +30,6 @@ CLASSES = {
     DELTA: "ConversationItemInputAudioTranscriptionDeltaEvent",
     COMPLETED: "ConversationItemInputAudioTranscriptionCompletedEvent",
 }
-_normalise = EnglishTextNormalizer()
-
-
-def error_rate(reference: str, text: str) -> float:
-    return float(jiwer.wer(_normalise(reference), _normalise(text)))
 
 
 def realtime(address: str, file: Path, *more: str) -> list[dict[str, Any]]:

@@ -1,0 +1,11 @@
+"""How far a transcript is from what was said."""
+
+import jiwer
+from whisper_normalizer.english import EnglishTextNormalizer
+
+_normalise = EnglishTextNormalizer()
+
+
+def error_rate(reference: str, text: str) -> float:
+    """Word errors for each word of ``reference``."""
+    return float(jiwer.wer(_normalise(reference), _normalise(text)))
