@@ -23,6 +23,10 @@ class BackendError(Exception):
     """A backend that can't be opened, or that failed and can't go on; the message says what happened."""
 
 
+class NoDeviceForBackendError(BackendError):
+    """There is nothing here that it could run on, which is no reason to warn."""
+
+
 @contextmanager
 def device_errors() -> Iterator[None]:
     """What a device's libraries raise becomes ``BackendError``: no memory, a lost device, a library that fails.
@@ -121,7 +125,11 @@ class Backends:
             try:
                 return self._offers[0].name, self._offers[0].open()
             except BackendError as error:
-                self._absent[self._offers.pop(0).name] = str(error)
+                name = self._offers.pop(0).name
+                self._absent[name] = str(error)
+                if not isinstance(error, NoDeviceForBackendError):
+                    following = self._offers[0].name
+                    log.warning("%s: %s can't be used, so %s is tried: %s", self._model, name, following, error)
         return self._offers[0].name, self._offers[0].open()
 
 

@@ -25,7 +25,7 @@ from ..timeline import Timeline
 from ..tokenizer import WhisperTokenizer
 from ..weights import read_weights
 from ..wheels import cache_folder
-from .backend import Backend, BackendError, Backends, Offer, device_errors
+from .backend import Backend, BackendError, Backends, NoDeviceForBackendError, Offer, device_errors
 from .config import WhisperConfig
 from .cpu import pack
 from .decode import RuleBook
@@ -87,7 +87,9 @@ def offers(take_model: Callable[[], Whisper], rules: RuleBook, timeline: Timelin
     """The backends, fastest first. ``take_model`` gives the network, on the CPU, for the taker to keep."""
 
     def open_torch_cuda() -> Backend:
-        if reason := why_no_cuda() or why_no_answer():
+        if reason := why_no_cuda():
+            raise NoDeviceForBackendError(reason)
+        if reason := why_no_answer():
             raise BackendError(reason)
         with device_errors():
             model = take_model()
@@ -113,6 +115,8 @@ def open_megakernel(take_model: Callable[[], Whisper], rules: RuleBook, timeline
     Raises:
         BackendError: if there is none that is good enough, or anything goes wrong on the way.
     """
+    if reason := why_no_cuda():
+        raise NoDeviceForBackendError(reason)
     if reason := why_no_megakernel():
         raise BackendError(reason)
     with _loading_errors():

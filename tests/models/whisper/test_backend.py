@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from models.whisper.backend import Backend, BackendError, Backends, Offer, device_errors
+from models.whisper.backend import Backend, BackendError, Backends, NoDeviceForBackendError, Offer, device_errors
 
 
 class Idle:
@@ -43,6 +43,16 @@ def test_the_first_that_opens_is_in_use_and_the_reasons_say_why_no_faster_one() 
 def test_a_reason_that_two_share_is_told_once() -> None:
     offers = [Offer(name, refuses("no device")) for name in ("fast", "middle")] + [Offer("slow", opens(Idle()))]
     assert Backends(offers, model="m").why == "no fast or middle: no device"
+
+
+def test_one_that_ought_to_open_and_does_not_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def no_device() -> Backend:
+        raise NoDeviceForBackendError("no device")
+
+    Backends([Offer("fast", no_device), Offer("slow", opens(Idle()))], model="m")
+    assert caplog.text == ""
+    Backends([Offer("fast", refuses("no memory")), Offer("slow", opens(Idle()))], model="m")
+    assert "m: fast can't be used, so slow is tried: no memory" in caplog.text
 
 
 def test_the_fastest_needs_no_reason() -> None:
