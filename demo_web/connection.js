@@ -8,6 +8,7 @@ import { BYTES_PER_SAMPLE } from "./pcm.js";
 
 export const SUBPROTOCOL = "senseway.v1.json";
 export const PROTOCOL_VERSION = 1;
+const KEY_SUBPROTOCOL = "senseway.key."; // a browser can't send a header with a WebSocket
 
 const READY_TIMEOUT_MS = 12_000; // a little more than the server's own limit for a hello
 const SILENT_LINK_MS = 30_000; // this long without any message while one is due: the link is dead
@@ -27,6 +28,17 @@ export const BROWSER_CLOCK = {
   clearTimeout: (timer) => clearTimeout(timer),
   random: () => Math.random(),
 };
+
+/**
+ * The sub-protocols to offer: ours, and with it the key that the page's address names, `#key=…`, if it does.
+ * @param {string} hash of the page's address
+ */
+export function offers(hash) {
+  const key = new URLSearchParams(hash.slice(1)).get("key");
+  return key ? [SUBPROTOCOL, KEY_SUBPROTOCOL + key] : [SUBPROTOCOL];
+}
+
+const openHere = (to) => new WebSocket(to, offers(location.hash));
 
 /** Where the server of this page takes audio. */
 export function streamUrl(page_url) {
@@ -160,7 +172,7 @@ export class Connection {
    * @param {object} hello the fields of a first `hello`, without its type
    * @param {Listener} listener
    */
-  constructor(url, hello, listener, openSocket = (to) => new WebSocket(to, SUBPROTOCOL), clock = BROWSER_CLOCK) {
+  constructor(url, hello, listener, openSocket = openHere, clock = BROWSER_CLOCK) {
     this.#url = url;
     this.#hello = hello;
     this.#listener = listener;

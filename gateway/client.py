@@ -135,8 +135,9 @@ class StreamClient:
     Events wait in order until they are read, however long that takes; reading is not needed for sending to go on.
     """
 
-    def __init__(self, url: str, hello: Hello, wire: Wire) -> None:
+    def __init__(self, url: str, hello: Hello, wire: Wire, api_key: str | None) -> None:
         self._url = url
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._wire = wire
         self._session = ClientSession(hello)
         self._events: deque[Event] = deque()
@@ -289,7 +290,11 @@ class StreamClient:
     async def _converse(self) -> None:
         """One connection, until ``Bye`` has come. Raises what ends it before."""
         async with websockets.asyncio.client.connect(
-            self._url, subprotocols=[Subprotocol(self._wire.value)], compression=None, close_timeout=_LEAVE_TIMEOUT_S
+            self._url,
+            subprotocols=[Subprotocol(self._wire.value)],
+            additional_headers=self._headers,
+            compression=None,
+            close_timeout=_LEAVE_TIMEOUT_S,
         ) as websocket:
             await websocket.send(self._wire.encode(self._session.hello()))
             self._greeted(await websocket.recv())
@@ -341,14 +346,18 @@ class StreamClient:
 
 
 @asynccontextmanager
-async def connect(url: str, hello: Hello, *, wire: Wire = Wire.MSGPACK) -> AsyncIterator[StreamClient]:
+async def connect(
+    url: str, hello: Hello, *, wire: Wire = Wire.MSGPACK, api_key: str | None = None
+) -> AsyncIterator[StreamClient]:
     """Begin a session; leaving the block ends it, and waits until all is decoded unless an exception leaves it.
 
+    ``api_key`` is for a server that asks for one.
+
     Raises:
-        ConnectionFailedError: if there is no server at ``url``.
+        ConnectionFailedError: if there is no server at ``url``, or it turns this client away.
         RefusedError: if the server refuses what ``hello`` asks for.
     """
-    client = StreamClient(url, hello, wire)
+    client = StreamClient(url, hello, wire, api_key)
     try:
         await client.until_ready()
         yield client
@@ -409,13 +418,15 @@ class SyncStreamClient:
 
 
 @contextmanager
-def connect_sync(url: str, hello: Hello, *, wire: Wire = Wire.MSGPACK) -> Iterator[SyncStreamClient]:
+def connect_sync(
+    url: str, hello: Hello, *, wire: Wire = Wire.MSGPACK, api_key: str | None = None
+) -> Iterator[SyncStreamClient]:
     """``connect`` for code without an event loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="senseway-client", daemon=True)
     thread.start()
     try:
-        client = _wait_for(_made(url, hello, wire), loop)
+        client = _wait_for(_made(url, hello, wire, api_key), loop)
         try:
             _wait_for(client.until_ready(), loop)
             yield SyncStreamClient(client, loop)
@@ -428,9 +439,9 @@ def connect_sync(url: str, hello: Hello, *, wire: Wire = Wire.MSGPACK) -> Iterat
         loop.close()
 
 
-async def _made(url: str, hello: Hello, wire: Wire) -> StreamClient:
+async def _made(url: str, hello: Hello, wire: Wire, api_key: str | None) -> StreamClient:
     """A client whose task belongs to the running loop."""
-    return StreamClient(url, hello, wire)
+    return StreamClient(url, hello, wire, api_key)
 
 
 async def _within(timeout_s: float | None, awaitable: Awaitable[_Result]) -> _Result:

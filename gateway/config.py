@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 ENVIRONMENT_PREFIX = "SENSEWAY_"
 CONFIG_PATH_VARIABLE = "SENSEWAY_CONFIG"
 API_KEYS_VARIABLE = "SENSEWAY_API_KEYS"  # read by `keys`: what is printed and may stand in a file holds no secrets
+API_KEY_VARIABLE = "SENSEWAY_API_KEY"  # read by `senseway stream`: the key that a client shows
 CACHE_VARIABLE = "SENSEWAY_CACHE"  # read where files are fetched: a place on this machine, not a matter of deployment
 
-_OTHER_VARIABLES = (CONFIG_PATH_VARIABLE, CACHE_VARIABLE, API_KEYS_VARIABLE)
+_OTHER_VARIABLES = (CONFIG_PATH_VARIABLE, CACHE_VARIABLE, API_KEYS_VARIABLE, API_KEY_VARIABLE)
 
 # Any: a TOML value, the text of a variable or a parsed flag; `_coerce` gives it the field's type or refuses it.
 Settings = Mapping[str, Any]

@@ -3,7 +3,6 @@
 import ast
 import importlib
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -110,18 +109,6 @@ def test_the_readme_names_every_command_and_no_other() -> None:
 
 def test_the_readme_names_every_model_with_weights() -> None:
     assert set(re.findall(r"^\| `(whisper[\w.-]+)`", README, re.MULTILINE)) == set(list_models()) - {"scripted"}
-
-
-def test_the_example_in_the_readme_runs_as_far_as_the_socket() -> None:
-    example, *_ = re.findall(r"```python\n(.+?)```", README, re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", example.replace(":8300", ":9")],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "ConnectionFailedError: no session at ws://127.0.0.1:9/v1/stream" in done.stderr
 
 
 def test_every_link_in_the_documents_leads_somewhere() -> None:

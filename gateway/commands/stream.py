@@ -6,6 +6,7 @@ Knows flags and pacing. The socket is the client's, the audio is ``audio_source`
 import argparse
 import asyncio
 import math
+import os
 import shutil
 import sys
 import time
@@ -16,6 +17,7 @@ from gateway.client_session import BYTES_PER_SAMPLE
 from gateway.commands.audio_source import AudioSource, open_source
 from gateway.commands.captions import Captions, EventView, JsonLines
 from gateway.commands.failure import CommandError
+from gateway.config import API_KEY_VARIABLE
 from gateway.together import run_together
 
 HELP = "send a recording, a pipe or the microphone to a server and print what it hears"
@@ -73,7 +75,10 @@ async def _stream(arguments: argparse.Namespace) -> None:
     raw = AudioFormat(arguments.encoding, arguments.rate, arguments.channels) if arguments.encoding else None
     source = open_source(arguments.source, raw=raw)
     async with connect(
-        arguments.url, hello_from(arguments, source.format), wire=Wire[arguments.wire.upper()]
+        arguments.url,
+        hello_from(arguments, source.format),
+        wire=Wire[arguments.wire.upper()],
+        api_key=os.environ.get(API_KEY_VARIABLE),
     ) as stream:
         view = _view(arguments.format, stream)
         try:

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { Connection, Outbox, streamUrl } from "../../demo_web/connection.js";
+import { Connection, Outbox, offers, streamUrl } from "../../demo_web/connection.js";
 
 const RATE_HZ = 1000;
 const AUDIO = { encoding: "s16le", sample_rate_hz: RATE_HZ, channels: 1 };
@@ -419,4 +419,10 @@ test("a frame longer than all that may be under way still goes when nothing else
 test("the stream lies beside the page, under the matching scheme", () => {
   assert.equal(streamUrl("http://localhost:8300/"), "ws://localhost:8300/v1/stream");
   assert.equal(streamUrl("https://example.org/captions/?a=1#b"), "wss://example.org/captions/v1/stream");
+});
+
+test("a key in the page's address is offered beside the sub-protocol", () => {
+  assert.deepEqual(offers(""), ["senseway.v1.json"]);
+  assert.deepEqual(offers("#about"), ["senseway.v1.json"]);
+  assert.deepEqual(offers("#key=sk-1_2.3"), ["senseway.v1.json", "senseway.key.sk-1_2.3"]);
 });

@@ -2,18 +2,24 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import httpx2
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
+from gateway.client import ConnectionFailedError, Hello, connect_sync
 from models.scripted import ScriptedEngine, recite
 from tests.serving import DEADLINE_S, served, speech
 
 pytestmark = pytest.mark.e2e
 
+REPOSITORY = Path(__file__).parents[2]
 KEY = "sk-very-secret"
 HELLO = json.dumps({"type": "hello", "audio": {"encoding": "s16le", "sample_rate_hz": 16_000}})
 CLIENT_LOGGERS = ("websockets.client", "httpx2", "httpcore2")  # of the tests' own side
@@ -55,6 +61,26 @@ def test_the_right_key_opens_in_a_header_or_a_browsers_subprotocol(engine, path,
             pass
         with connect(url, subprotocols=[subprotocol, prefix + KEY]) as stream:
             assert stream.subprotocol == subprotocol
+
+
+def test_our_own_client_and_command_show_their_key(engine, tmp_path) -> None:
+    command = [sys.executable, "-m", "gateway", "stream", "-", "--encoding", "s16le", "--speed", "max"]
+    with served(engine, keys=[KEY]) as address:
+        url = f"ws://{address}/v1/stream"
+        with pytest.raises(ConnectionFailedError, match="401"), connect_sync(url, Hello()):
+            pass
+        with connect_sync(url, Hello(), api_key=KEY) as stream:
+            assert stream.ready.model == "scripted"
+        environment = {**os.environ, "SENSEWAY_API_KEY": KEY}
+        done = subprocess.run(
+            [*command, "--url", url],
+            cwd=REPOSITORY,
+            env=environment,
+            input=speech(1.0),
+            capture_output=True,
+            check=True,
+        )
+    assert b"it was the" in done.stdout
 
 
 def test_requests_need_the_key_as_well_and_health_does_not(engine) -> None:
