@@ -199,7 +199,8 @@ class Runtime:
         """What came since the last call. Launches again while slots are open, recovers from faults.
 
         Raises:
-            FaultError: if the kernel gives up one phase a launch too, or can't be stopped. Every open slot is lost.
+            FaultError: if the kernel gives up one phase a launch too, can't be stopped, or says something else after a
+                fault than before. Every open slot is lost.
             DriverError: if the device failed. Every open slot is lost.
         """
         has_left = self._is_running and self._launches.has_left()

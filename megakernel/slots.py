@@ -7,7 +7,7 @@ and what comes a second time is held back: the reader sees every token once. Kno
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from .errors import RequestError
+from .errors import FaultError, RequestError
 from .isa import REQUEST_TOKENS
 from .mailbox import DoneRecord, LeftRecord, Record, SegmentRecord, SlotRecord, TokenRecord
 from .request import Request
@@ -66,7 +66,11 @@ class OpenSlots:
         return state.ticket
 
     def deliver(self, records: Iterable[Record]) -> list[SlotRecord]:
-        """The records that the reader has not seen yet; frees the slots that are done."""
+        """The records that the reader has not seen yet; frees the slots that are done.
+
+        Raises:
+            FaultError: if a token that comes a second time is another than the first time.
+        """
         return [record for record in records if not isinstance(record, LeftRecord) and self._is_new(record)]
 
     def _is_new(self, record: SlotRecord) -> bool:
@@ -90,10 +94,19 @@ class OpenSlots:
 
     def _is_new_token(self, record: TokenRecord) -> bool:
         state = self._of(record)
-        if state is None or record.index < len(state.tokens):
+        if state is None:
+            return False
+        if record.index < len(state.tokens):
+            self._must_agree(record, state.tokens[record.index])
             return False
         state.tokens.append(record.token)
         return True
+
+    def _must_agree(self, record: TokenRecord, before: int) -> None:
+        if record.token != before:
+            raise FaultError(
+                f"slot {record.slot}: token {record.index} was {before} before a fault, and is {record.token} after it"
+            )
 
     def _is_new_segment(self, record: SegmentRecord) -> bool:
         state = self._of(record)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megakernel.errors import RequestError
+from megakernel.errors import FaultError, RequestError
 from megakernel.isa import REQUEST_TOKENS, EndReason, LeaveReason
 from megakernel.mailbox import DoneRecord, LeftRecord, SegmentRecord, SlotRecord, TokenRecord
 from megakernel.request import Request
@@ -52,6 +52,15 @@ def test_what_comes_a_second_time_is_held_back() -> None:
     slots.replays()
     again: list[SlotRecord] = [token(0, 10), token(1, 11), first, token(2, 12), token(3, 13), second]
     assert slots.deliver(again) == [token(3, 13), second]
+
+
+def test_a_token_that_changes_with_a_fault_is_an_error() -> None:
+    slots = OpenSlots(1)
+    slots.open(0, REQUEST)
+    slots.deliver([token(0, 10), token(1, 11)])
+    slots.replays()
+    with pytest.raises(FaultError, match="slot 0: token 1 was 11 before a fault, and is 12 after it"):
+        slots.deliver([token(0, 10), token(1, 12)])
 
 
 def test_a_slot_is_cancelled_once() -> None:
