@@ -6,7 +6,8 @@ answers; that is the door's.
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,12 +18,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
-from gateway.audio_file import AudioFileError, read_audio
+from gateway.audio_file import AudioFileError, DamagedAudioError, stream_audio
 from gateway.doors.door import AdmissionError, DoorKind, Frame
 from gateway.effects import Close
 from gateway.server import PeerGoneError, Server, knock_of
 
-BLOCK_SAMPLES = 16_000  # of audio handed to the door at once
+BLOCK_S = 1.0  # of audio decoded and handed to the door at once, so that long recordings need no memory
 MAX_FIELD_BYTES = 1 << 20  # of a form's field that is not the file
 
 
@@ -39,11 +40,11 @@ class RequestTransport:
 
     may_idle = True
 
-    def __init__(self, samples: NDArray[np.float32]) -> None:
-        """``samples`` [n] are mono at 16 kHz."""
-        self._samples = samples.astype("<f4", copy=False)
-        self._position = 0
+    def __init__(self, blocks: Iterator[NDArray[np.float32]]) -> None:
+        """``blocks`` [n] each are mono at 16 kHz, decoded when they are asked for."""
+        self._blocks = blocks
         self._is_ended = False
+        self.damage: str | None = None  # why the audio ended early
         # Without a bound: a transcript is small, and a client that does not read it must not hold up its session.
         self._answer: asyncio.Queue[Frame | Close | None] = asyncio.Queue()
         self.is_gone = asyncio.Event()  # the client is not there any more
@@ -53,15 +54,19 @@ class RequestTransport:
         """The next block. Behind the last one there is nothing but the client's going away."""
         if self.is_gone.is_set():
             raise PeerGoneError
-        if self._position < len(self._samples):
-            block = self._samples[self._position : self._position + BLOCK_SAMPLES]
-            self._position += len(block)
-            return block.tobytes()
-        if not self._is_ended:
-            self._is_ended = True
+        if self._is_ended:
+            await self.is_gone.wait()
+            raise PeerGoneError
+        frame = await asyncio.to_thread(self._next_frame)
+        self._is_ended = not frame
+        return frame
+
+    def _next_frame(self) -> bytes:
+        try:
+            return next((block.astype("<f4", copy=False).tobytes() for block in self._blocks if len(block)), b"")
+        except DamagedAudioError as error:
+            self.damage = str(error)
             return b""
-        await self.is_gone.wait()
-        raise PeerGoneError
 
     async def send(self, frame: Frame) -> None:
         """A piece of the body."""
@@ -89,13 +94,14 @@ async def exchange(
     knock = knock_of(request)
     try:
         server.check(kind, knock)
-        upload = await _read_within(request, read, server.max_upload_bytes)
+        with server.taking_upload():
+            upload = await _read_within(request, read, server.max_upload_bytes)
         knock = replace(knock, query=knock.query + upload.fields)
         admission = kind.open_door(knock, server.house)
-        samples = await _decoded(upload.data)
+        blocks = await _decoded(upload.data)
     except AdmissionError as error:
         return server.refusal(kind, error, knock)
-    transport = RequestTransport(samples)
+    transport = RequestTransport(blocks)
 
     async def talk() -> None:
         try:
@@ -114,6 +120,8 @@ async def _streamed(transport: RequestTransport, talking: "asyncio.Task[None]") 
         async for item in transport.answer():
             if not isinstance(item, Close):
                 yield item
+        if transport.damage is not None:
+            yield f": {transport.damage}\n\n"  # a comment, as server-sent events have it
     finally:
         transport.is_gone.set()
         await talking
@@ -138,7 +146,10 @@ async def _whole(
         await talking
     finally:
         watching.cancel()
-    return Response(body, status_code=status, headers=headers if status < 400 else {"Content-Type": "application/json"})
+    if status >= 400:
+        return Response(body, status_code=status, headers={"Content-Type": "application/json"})
+    damage = {} if transport.damage is None else {"X-Senseway-Damage": transport.damage}
+    return Response(body, status_code=status, headers={**headers, **damage})
 
 
 async def _read_within(request: Request, read: Callable[[Request], Awaitable[Upload]], max_bytes: int) -> Upload:
@@ -177,10 +188,11 @@ async def read_form(request: Request) -> Upload:
         raise AdmissionError(400, "invalid_form", f"not a form that can be read: {error.detail}") from error
 
 
-async def _decoded(data: bytes) -> NDArray[np.float32]:
-    """The file's samples [n], mono at 16 kHz."""
+async def _decoded(data: bytes) -> Iterator[NDArray[np.float32]]:
+    """The file's samples [n] in blocks, mono at 16 kHz; the first one decoded already, for a file may be none."""
+    blocks = stream_audio(io.BytesIO(data), block_s=BLOCK_S)
     try:
-        samples, _ = await asyncio.to_thread(read_audio, io.BytesIO(data))
+        first = await asyncio.to_thread(next, blocks)
     except AudioFileError as error:
         raise AdmissionError(400, "invalid_file", str(error), param="file") from error
-    return samples
+    return itertools.chain([first], blocks)

@@ -9,7 +9,8 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -230,6 +231,7 @@ class Server:
         self._detector = detector
         self._config = config
         self._decoding_since_s: float | None = None
+        self._n_uploads = 0
         self._seats: dict[str, Seat] = {}
         self._decode_due = asyncio.Event()
         self._score_due = asyncio.Event()
@@ -265,7 +267,16 @@ class Server:
     def _n_taken(self) -> int:
         """Places taken: open sessions, and connections that may open one any moment."""
         n_open = sum(seat.session.state is not State.GREETING for seat in self._seats.values())
-        return n_open + sum(not connection.has_opened for connection in self._connections)
+        return n_open + self._n_uploads + sum(not connection.has_opened for connection in self._connections)
+
+    @contextmanager
+    def taking_upload(self) -> Iterator[None]:
+        """Keep a place for a request whose body is on its way."""
+        self._n_uploads += 1
+        try:
+            yield
+        finally:
+            self._n_uploads -= 1
 
     def _longest_wait_s(self) -> float:
         now_s = self._now_s()

@@ -64,6 +64,15 @@ def test_a_file_of_any_rate_comes_back_as_the_same_text(address: str, rate_hz: i
     assert post(address, wav(pcm, rate_hz)).json()["text"] == "it was the best of times"
 
 
+def test_a_file_that_is_damaged_in_the_middle_is_transcribed_up_to_there_and_said_so(address: str) -> None:
+    flac = bytearray(wav(speech(2.0) + speech(2.0), container="FLAC"))
+    flac[-20_000:-10_000] = bytes(10_000)
+    answer = post(address, bytes(flac))
+    assert answer.json()["text"].startswith("it was the best of times")
+    assert "damaged" in answer.headers["X-Senseway-Damage"]
+    assert ": the file is damaged" in post(address, bytes(flac), stream="true").text
+
+
 def test_a_file_without_samples_has_no_text(address: str) -> None:
     assert post(address, wav(b"")).json()["text"] == ""
 
