@@ -14,6 +14,7 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from unittest.mock import patch
 
 import torch
@@ -303,7 +304,9 @@ def main() -> None:
         for batch in arguments.batches:
             print(step_table(decoders, batch, gb_s=gb_s, compiled=not arguments.no_compile), flush=True)
         print(verify_table(decoders), flush=True)
-    if not arguments.no_generate:
+    if find_spec("transformers") is None:
+        print("\ntransformers is not installed, so its `generate` was not measured.")
+    elif not arguments.no_generate:
         print(f"\ntransformers' `generate`, eager, one window: {generate_us(TURBO):.0f} µs a token.")
 
 

@@ -90,7 +90,7 @@ def median_and_p95(values: list[float]) -> tuple[float, float]:
 def random_model(config: WhisperConfig = TURBO, device: str = "cuda") -> Whisper:
     """The whole network with random float32 weights on ``device``."""
     generator = torch.Generator(device=device).manual_seed(0)
-    model = Whisper.without_values(config).to(device)
+    model = Whisper.without_values(config, device=device)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False).copy_(_random(name, tuple(parameter.shape), generator, device))
     return model.eval()

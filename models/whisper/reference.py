@@ -283,11 +283,11 @@ class Whisper(nn.Module):
         self.proj_out: nn.Module = head
 
     @classmethod
-    def without_values(cls, config: WhisperConfig) -> "Whisper":
-        """A network on the CPU whose weights are whatever lay in memory, to be loaded: drawing them takes seconds."""
+    def without_values(cls, config: WhisperConfig, *, device: str = "cpu") -> "Whisper":
+        """A network whose weights are whatever lay in memory, to be loaded: drawing them takes seconds."""
         with torch.device("meta"):
             model = cls(config)
-        model.to_empty(device="cpu")
+        model.to_empty(device=device)
         assert isinstance(model.proj_out, nn.Linear), "not packed"
         model.proj_out.weight = model.decoder.embed_tokens.weight  # to_empty gave it a memory of its own
         return model
