@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 RESULTS := benchmarks/results
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo serve test check bench gpu clean
+.PHONY: help demo serve test check newest bench gpu clean
 
 help:
 	@echo "make demo    stream a real recording through a real server and score the words"
 	@echo "make serve   keep the server and the microphone page up at http://127.0.0.1:8300"
 	@echo "make test    check, then every test"
 	@echo "make check   format, lint, types, and who imports whom"
+	@echo "make newest  the tests with other people's clients, in the newest versions that install"
 	@echo "make bench   the figures in benchmarks/, in about an hour and a half"
 	@echo "make gpu     the figures of the megakernel, on an NVIDIA GPU, in about ten minutes"
 	@echo "make clean   remove .venv, .clients and caches"
@@ -34,8 +35,13 @@ check: $(VENV)/.dev
 test: check
 	$(BIN)/python -m pytest
 
+newest: $(VENV)/.dev
+	CLIENTS=newest $(BIN)/python -m pytest tests/conformance
+
 bench: $(VENV)/.bench
 	$(call measure,ingest,ingest)
+	$(call measure,doors,doors)
+	$(call measure,door_texts,door_texts)
 	$(call measure,vad_gate,vad_gate)
 	$(BIN)/python -m benchmarks.whisper_offline --model whisper-tiny.en --write
 	$(BIN)/python -m benchmarks.whisper_offline --model whisper-base --write

@@ -1,12 +1,13 @@
 """Environments of other people's clients: each set of packages in a venv of its own, since their pins and ours clash.
 
 A venv is made once and kept beside the checkout's own, in ``.clients``; where it can't be made, the test is skipped
-with pip's reason.
+with pip's reason. With ``CLIENTS=newest`` in the environment the pins are left out (`make newest`).
 """
 
 import fcntl
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from functools import cache
@@ -24,28 +25,30 @@ RUN_TIMEOUT_S = 120
 @cache
 def python_of(name: str) -> Path:
     """The interpreter that has the packages of ``requirements/<name>.txt``; skips where they can't be installed."""
-    requirements = HERE / "requirements" / f"{name}.txt"
-    digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
+    requirements = (HERE / "requirements" / f"{name}.txt").read_text().split()
+    if os.environ.get("CLIENTS") == "newest":
+        requirements = [requirement.partition("==")[0] for requirement in requirements]
+    digest = hashlib.sha256("".join(f"{line}\n" for line in requirements).encode()).hexdigest()[:12]
     folder = REPOSITORY / ".clients" / f"{name}-{digest}"
     python = folder / "bin" / "python"
     folder.parent.mkdir(exist_ok=True)
     with (folder.parent / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / ".done").exists():
-            _install(folder, python, requirements)
+            _install(name, folder, python, requirements)
             (folder / ".done").touch()
     return python
 
 
-def _install(folder: Path, python: Path, requirements: Path) -> None:
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "-r", str(requirements)]
+def _install(name: str, folder: Path, python: Path, requirements: list[str]) -> None:
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", *requirements]
     try:
         for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], pip):
             done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
             if done.returncode:
-                pytest.skip(f"{requirements.stem} can't be installed: {done.stderr.strip().splitlines()[-1]}")
+                pytest.skip(f"{name} can't be installed: {done.stderr.strip().splitlines()[-1]}")
     except subprocess.TimeoutExpired:
-        pytest.skip(f"{requirements.stem} could not be installed within {INSTALL_TIMEOUT_S} s")
+        pytest.skip(f"{name} could not be installed within {INSTALL_TIMEOUT_S} s")
 
 
 def drive(name: str, *arguments: str) -> list[dict[str, Any]]:
