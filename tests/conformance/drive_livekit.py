@@ -29,6 +29,9 @@ def plugin_of(arguments: argparse.Namespace, session: aiohttp.ClientSession) -> 
                 model="gpt-4o-transcribe",
                 use_realtime=True,
             )
+        case "realtime-local-vad":  # the model's name makes the plugin run its own detector and commit
+            url = f"http://{arguments.address}/v1"
+            return openai.STT(base_url=url, api_key=arguments.key, model="gpt-realtime-whisper")
         case "rest":
             return openai.STT(base_url=f"http://{arguments.address}/v1", api_key=arguments.key, model="whisper-1")
         case _:

@@ -36,6 +36,17 @@ def test_a_stream_gives_start_interim_final_usage_and_end(
     assert len(usage_s) >= len(finals) and 6 < sum(usage_s) < 11
 
 
+@pytest.mark.proves(client="livekit-agents", door="OpenAI Realtime", feature="commits by LiveKit's own VAD")
+def test_a_local_vad_commits_and_each_commit_gives_a_final(
+    server_address: str, speech_file: Path, speech_text: str
+) -> None:
+    seen = events(server_address, speech_file, "realtime-local-vad")
+    kinds = [event["event"] for event in seen]
+    assert kinds.index("end_of_speech") < kinds.index("final_transcript")
+    finals = [event["text"] for event in seen if event["event"] == "final_transcript"]
+    assert error_rate(speech_text, " ".join(finals)) <= MAX_ERROR_RATE
+
+
 @pytest.mark.proves(client="livekit-agents", door="OpenAI REST", feature="a turn as a recording")
 def test_a_recording_comes_back_as_text(server_address: str, speech_file: Path, speech_text: str) -> None:
     [event] = events(server_address, speech_file, "rest")
