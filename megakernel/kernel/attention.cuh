@@ -1,15 +1,15 @@
 // ATTEND_SELF, ATTEND_CROSS and COMBINE. A unit is (slot, head, block of positions); its SM follows from the three alone,
-// so the slot's own keys and values are always read by the very threads that wrote them. All warps share a unit: a thread
-// holds 8 dimensions of one position (of PIECES positions), which it loads before it waits for the queries.
+// and a position's warp and lanes from the position, so the slot's own keys and values are always read by the very
+// threads that wrote them.
 //
-// Each warp sees its own positions to the end (largest score, exponentials, weighted values); the warps' results meet in
-// shared memory, in the place of activations and sums, where one barrier and one more pass make the block's.
+// A warp sees 16 positions of the unit to the end, for all rows of the slot at once: scores on tensor cores with the rows
+// on m and the positions on n, largest score, exponentials, weighted values. Then the warps' shares meet in shared
+// memory, where activations lie in linears.
 #pragma once
 
 #include "exchange.cuh"
 
 #define SCALE 0.125f          // 1 / sqrt(HEAD_SIZE)
-#define ROWS_TOGETHER 8       // whose sums over the warps fit beside each other
 
 struct Unit {
     u32 slot, head, block;
@@ -54,178 +54,210 @@ __device__ __forceinline__ void prefetch_cross(const Machine m, u32 layer) {
     }
 }
 
-__device__ __forceinline__ float dot8(uint4 a, uint4 b) {
-    float s = low_bf16(a.x) * low_bf16(b.x);
-    s = fmaf(high_bf16(a.x), high_bf16(b.x), s);
-    s = fmaf(low_bf16(a.y), low_bf16(b.y), s);
-    s = fmaf(high_bf16(a.y), high_bf16(b.y), s);
-    s = fmaf(low_bf16(a.z), low_bf16(b.z), s);
-    s = fmaf(high_bf16(a.z), high_bf16(b.z), s);
-    s = fmaf(low_bf16(a.w), low_bf16(b.w), s);
-    return fmaf(high_bf16(a.w), high_bf16(b.w), s);
-}
-
-__device__ __forceinline__ void add_scaled(float (&sum)[8], float p, uint4 v) {
-    sum[0] = fmaf(p, low_bf16(v.x), sum[0]);
-    sum[1] = fmaf(p, high_bf16(v.x), sum[1]);
-    sum[2] = fmaf(p, low_bf16(v.y), sum[2]);
-    sum[3] = fmaf(p, high_bf16(v.y), sum[3]);
-    sum[4] = fmaf(p, low_bf16(v.z), sum[4]);
-    sum[5] = fmaf(p, high_bf16(v.z), sum[5]);
-    sum[6] = fmaf(p, low_bf16(v.w), sum[6]);
-    sum[7] = fmaf(p, high_bf16(v.w), sum[7]);
-}
-
 struct Piece {  // 8 elements of an exchanged row, asked for and perhaps not there yet
-    const u64* from;
     Pair a, b;
 
-    __device__ __forceinline__ void ask(const Machine m, u32 buffer, u32 n, u32 row, u32 element) {
-        from = row_words(m, buffer, n, row) + element / 2;
+    __device__ __forceinline__ void ask(const u64* from) {
         a = peek_pair(from);
         b = peek_pair(from + 2);
     }
-    __device__ __forceinline__ uint4 get(const Machine m, u32 epoch) {
+    __device__ __forceinline__ uint4 get(const Machine m, const u64* from, u32 epoch) {
         settle(m, from, epoch, a);
         settle(m, from + 2, epoch, b);
         return make_uint4(a.first, a.second, b.first, b.second);
     }
 };
 
-// One row's view of this thread's positions, this warp's share of it left in ``sums`` [64] and ``stats``.
-template <bool CROSS, u32 PIECES>
-__device__ __forceinline__ void attend_row(const Machine m, uint4 q, const uint4 (&keys)[PIECES],
-                                           const uint4 (&values)[PIECES], u32 first, u32 seen, u32 n_plain,
-                                           float tail_bias, float* dump, float* sums, float2* stats) {
-    constexpr u32 POSITIONS = N_THREADS / 8;
-    float s[PIECES], top = NEGATIVE_INFINITY;
+// What a warp holds of its 16 positions' keys or values: [8 positions][32 dimensions]. Lane (n = lane / 4, j = lane % 4)
+// has dimensions 8 j to 8 j + 7 of position n of each.
+typedef uint4 Held[2][2];
+
+// This step's keys and values of one position, from the words ``from`` on, and into the cache too.
+__device__ __forceinline__ void keep_new(const Machine m, const u64* from, u32 epoch, u16* key_cache, u64 to_values,
+                                         uint4 (&key)[2], uint4 (&value)[2]) {
+    constexpr u32 WORDS = N_HEADS * HEAD_SIZE / 2;
+    Piece pieces[4];
 #pragma unroll
-    for (u32 i = 0; i < PIECES; i++) {
-        const u32 position = first + i * POSITIONS;
-        s[i] = dot8(q, keys[i]);
-        s[i] += __shfl_xor_sync(0xffffffffu, s[i], 1);
-        s[i] += __shfl_xor_sync(0xffffffffu, s[i], 2);
-        s[i] += __shfl_xor_sync(0xffffffffu, s[i], 4);
-        s[i] = position < seen ? s[i] * SCALE : NEGATIVE_INFINITY;
-        if (CROSS && dump != nullptr && position < seen && (m.lane() & 7) == 0) dump[position] = s[i];
-        if (CROSS && position >= n_plain) s[i] += tail_bias;
-        top = fmaxf(top, s[i]);
+    for (u32 t = 0; t < 2; t++) {
+        pieces[t].ask(from + WORDS + t * TILE_K / 2);
+        pieces[2 + t].ask(from + 2 * WORDS + t * TILE_K / 2);
     }
-    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 8));
-    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 16));
-    float total = 0, sum[8] = {};
 #pragma unroll
-    for (u32 i = 0; i < PIECES; i++) {
-        const float weight = s[i] == NEGATIVE_INFINITY ? 0.0f : expf(s[i] - top);
-        total += weight;
-        add_scaled(sum, weight, values[i]);
+    for (u32 t = 0; t < 2; t++) {
+        key[t] = pieces[t].get(m, from + WORDS + t * TILE_K / 2, epoch);
+        value[t] = pieces[2 + t].get(m, from + 2 * WORDS + t * TILE_K / 2, epoch);
+        *(uint4*)(key_cache + t * TILE_K) = key[t];
+        *(uint4*)(key_cache + to_values + t * TILE_K) = value[t];
     }
-    total += __shfl_xor_sync(0xffffffffu, total, 8);
-    total += __shfl_xor_sync(0xffffffffu, total, 16);
+}
+
+// One warp's 16 positions for up to 8 rows: its shares to ``shares`` [row][warp][pair] and ``stats`` [row][warp]. This
+// lane has row ``row`` of them and positions 2 j and 2 j + 1 of both groups.
+template <bool CROSS>
+__device__ __forceinline__ void see_positions(const Machine m, const uint4 (&q)[2], const Held& keys, const Held& values,
+                                              u32 row, bool is_row, u32 begin, u32 seen, u32 n_plain, float tail_bias,
+                                              float* dump, float2* shares, float2* stats) {
+    float s[2][4] = {};
 #pragma unroll
-    for (int d = 0; d < 8; d++) {
-        sum[d] += __shfl_xor_sync(0xffffffffu, sum[d], 8);
-        sum[d] += __shfl_xor_sync(0xffffffffu, sum[d], 16);
+    for (u32 g = 0; g < 2; g++)
+#pragma unroll
+        for (u32 t = 0; t < 2; t++) {
+            mma(s[g], q[t].x, 0, q[t].y, 0, keys[g][t].x, keys[g][t].y);
+            mma(s[g], q[t].z, 0, q[t].w, 0, keys[g][t].z, keys[g][t].w);
+        }
+    float top = NEGATIVE_INFINITY, total = 0;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        float& score = s[i / 2][i % 2];
+        const u32 position = begin + i / 2 * 8 + (m.lane() & 3) * 2 + i % 2;
+        score = position < seen ? score * SCALE : NEGATIVE_INFINITY;
+        if (CROSS && dump != nullptr && position < seen) dump[position] = score;
+        if (CROSS && position >= n_plain) score += tail_bias;
+        top = fmaxf(top, score);
     }
-    if (m.lane() < 8) {
-        float4* to = (float4*)(sums + m.lane() * 8);
-        to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-        to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-        if (m.lane() == 0) *stats = make_float2(top, total);
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+    const float base = top == NEGATIVE_INFINITY ? 0.0f : top;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) total += s[i / 2][i % 2] = expf(s[i / 2][i % 2] - base);
+    total += __shfl_xor_sync(0xffffffffu, total, 1);
+    total += __shfl_xor_sync(0xffffffffu, total, 2);
+    if (is_row && (m.lane() & 3) == 0) stats[row * N_WARPS + m.warp()] = make_float2(top, total);
+    // the weights as the left operand, in two bfloat16 parts each, so that next to nothing of them is lost
+    const u32 coarse0 = pack_bf16(s[0][0], s[0][1]), coarse1 = pack_bf16(s[1][0], s[1][1]);
+    const u32 fine0 = pack_bf16(s[0][0] - low_bf16(coarse0), s[0][1] - high_bf16(coarse0));
+    const u32 fine1 = pack_bf16(s[1][0] - low_bf16(coarse1), s[1][1] - high_bf16(coarse1));
+    float2* to = shares + (row * N_WARPS + m.warp()) * (HEAD_SIZE / 2) + (m.lane() & 3) * 4;
+#pragma unroll
+    for (u32 t = 0; t < 2; t++) {
+        const u32 first[4] = {values[0][t].x, values[0][t].y, values[0][t].z, values[0][t].w};
+        const u32 second[4] = {values[1][t].x, values[1][t].y, values[1][t].z, values[1][t].w};
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {  // dimensions 8 j + 2 i and the next, of each j
+            const u32 b0 = transpose(first[i]), b1 = transpose(second[i]);
+            float d[4] = {};
+            mma(d, coarse0, 0, coarse1, 0, b0, b1);
+            mma(d, fine0, 0, fine1, 0, b0, b1);
+            if (is_row) to[t * (TILE_K / 2) + i] = make_float2(d[0], d[1]);
+        }
+    }
+}
+
+// The block's result for some rows from the warps' shares: two (row, pair) a warp, lane k of each half weighs warp k's.
+template <bool CROSS>
+__device__ __forceinline__ void publish_block(const Machine m, const Unit& unit, u32 slot_row, u32 first_position,
+                                              u32 n_rows, const float2* shares, const float2* stats) {
+    constexpr u32 BUSY_WARPS = (CROSS ? CROSS_BLOCK : SELF_BLOCK) / 16, PAIRS = HEAD_SIZE / 2;
+    const Slot& slot = m.misc().state.slots[unit.slot];
+    const u32 k = m.lane() & 15, epoch = m.epoch + m.field(PHASE_EPOCH);
+#pragma unroll 1
+    for (u32 i = m.warp() * 2 + (m.lane() >> 4); i < n_rows * PAIRS; i += 2 * N_WARPS) {
+        const u32 r = i / PAIRS, pair = i % PAIRS;
+        float2 mine = make_float2(NEGATIVE_INFINITY, 0), share = make_float2(0, 0);
+        if (k < BUSY_WARPS) {
+            mine = stats[r * N_WARPS + k];
+            share = shares[(r * N_WARPS + k) * PAIRS + pair];
+        }
+        const float best = largest(mine.x), weight = mine.x == NEGATIVE_INFINITY ? 0.0f : expf(mine.x - best);
+        float whole = mine.y * weight;
+        share.x *= weight;
+        share.y *= weight;
+#pragma unroll
+        for (int mask = 8; mask; mask >>= 1) {
+            whole += __shfl_xor_sync(0xffffffffu, whole, mask);
+            share.x += __shfl_xor_sync(0xffffffffu, share.x, mask);
+            share.y += __shfl_xor_sync(0xffffffffu, share.y, mask);
+        }
+        const u32 row = slot_row + r, payload = pack_bf16(share.x / whole, share.y / whole);
+        const u32 n_blocks = blocks_of<CROSS>(slot, first_position + r);
+        if (unit.block >= n_blocks || m.misc().dead) continue;  // the row does not look so far
+        if (n_blocks == 1) {
+            if (k < N_REPLICAS)
+                publish(words(m) + m.field(PHASE_OUTPUT) + (k * TARGET_ROWS + row) * (N_HEADS * PAIRS) + unit.head * PAIRS + pair,
+                        payload, epoch + 1);
+        } else {
+            u64* to = words(m) + m.field(PHASE_PARTIAL) +
+                      ((row * N_HEADS + unit.head) * m.field(PHASE_N_BLOCKS) + unit.block) * BLOCK_WORDS;
+            if (k == 0) publish(to + BLOCK_STATS_WORDS + pair, payload, epoch);
+            if (pair == 0 && k < 2) publish(to + k, __float_as_uint(k == 0 ? best : whole), epoch);
+        }
     }
 }
 
 template <bool CROSS>
 __device__ __forceinline__ void attend_unit(const Machine m, const Unit& unit) {
-    constexpr u32 BLOCK = CROSS ? CROSS_BLOCK : SELF_BLOCK, PIECES = BLOCK * HEAD_SIZE / 8 / N_THREADS;
-    constexpr u32 POSITIONS = N_THREADS / 8, WIDE = N_HEADS * HEAD_SIZE, Q_WIDE = CROSS ? WIDE : 3 * WIDE;
+    constexpr u32 WIDE = N_HEADS * HEAD_SIZE, Q_WIDE = CROSS ? WIDE : 3 * WIDE;
+    constexpr u32 POSITIONS = CROSS ? N_CROSS_POSITIONS : N_POSITIONS, BLOCK = CROSS ? CROSS_BLOCK : SELF_BLOCK;
     const Slot& slot = m.misc().state.slots[unit.slot];
-    const u32 n_rows = slot.n_rows, slot_row = slot.first_row, n_plain = slot.n_plain;
+    const u32 n_rows = slot.n_rows, slot_row = slot.first_row;
     const u32 first_position = m.misc().state.rows[slot_row].position;
-    const u32 layer = m.field(PHASE_LAYER), input = m.field(PHASE_INPUT);
-    const u32 input_epoch = m.epoch + m.field(PHASE_INPUT_EPOCH), epoch = m.epoch + m.field(PHASE_EPOCH);
-    const u32 limit = CROSS ? slot.n_positions : first_position + n_rows;
-    const u32 dimension = (m.thread() & 7) * 8, mine = unit.block * BLOCK + (m.thread() >> 3);
-    const float tail_bias = slot.tail_bias;
-    // rows that look into this block: all, or those at or behind its begin
-    const u32 first_row = CROSS || first_position >= unit.block * BLOCK ? 0 : unit.block * BLOCK - first_position;
-
-    u16* cache = m.at<u16>(CROSS ? PARAMETER_CROSS_CACHE : PARAMETER_SELF_CACHE) +
-                 cache_offset(unit.slot, layer, 0, unit.head, CROSS ? N_CROSS_POSITIONS : N_POSITIONS) +
-                 mine * HEAD_SIZE + dimension;
-    const u64 to_values = (u64)N_HEADS * (CROSS ? N_CROSS_POSITIONS : N_POSITIONS) * HEAD_SIZE;
-    uint4 keys[PIECES], values[PIECES];
-    Piece query;
-    query.ask(m, input, Q_WIDE, slot_row + first_row, unit.head * HEAD_SIZE + dimension);
-    if (!CROSS && mine >= first_position && mine < limit) {  // of this step: take it, and keep it
-        Piece key, value;
-        key.ask(m, input, Q_WIDE, slot_row + mine - first_position, WIDE + unit.head * HEAD_SIZE + dimension);
-        value.ask(m, input, Q_WIDE, slot_row + mine - first_position, 2 * WIDE + unit.head * HEAD_SIZE + dimension);
-        keys[0] = key.get(m, input_epoch);
-        values[0] = value.get(m, input_epoch);
-        *(uint4*)cache = keys[0];
-        *(uint4*)(cache + to_values) = values[0];
-    } else {
+    const u32 input_epoch = m.epoch + m.field(PHASE_INPUT_EPOCH), dumped = CROSS ? m.field(PHASE_SCORE_HEADS) : 0;
+    const u32 limit = CROSS ? slot.n_positions : first_position + n_rows;  // positions that some row may look at
+    const u32 row = m.lane() >> 2, begin = unit.block * BLOCK + m.warp() * 16;
+    const bool is_busy = m.warp() < BLOCK / 16;
+    // where this lane's elements lie in the slot's first row, and in a position of the cache
+    const u64* const from = row_words(m, m.field(PHASE_INPUT), Q_WIDE, slot_row) + (unit.head * HEAD_SIZE + (m.lane() & 3) * 8) / 2;
+    Held keys, values;
+    Piece queries[2];
+    if (is_busy) {
+        u16* cache = m.at<u16>(CROSS ? PARAMETER_CROSS_CACHE : PARAMETER_SELF_CACHE) +
+                     cache_offset(unit.slot, m.field(PHASE_LAYER), 0, unit.head, POSITIONS) + (m.lane() & 3) * 8;
+        constexpr u64 TO_VALUES = (u64)N_HEADS * POSITIONS * HEAD_SIZE;
+        if (row < n_rows) {
+            queries[0].ask(from + row * (Q_WIDE / 2));
+            queries[1].ask(from + row * (Q_WIDE / 2) + TILE_K / 2);
+        }
 #pragma unroll
-        for (u32 i = 0; i < PIECES; i++) {
-            keys[i] = values[i] = make_uint4(0, 0, 0, 0);
-            if (mine + i * POSITIONS < limit) {
-                keys[i] = load_through(cache + i * POSITIONS * HEAD_SIZE);
-                values[i] = load_through(cache + to_values + i * POSITIONS * HEAD_SIZE);
+        for (u32 g = 0; g < 2; g++) {
+            const u32 position = begin + g * 8 + row;
+            u16* at = cache + position * HEAD_SIZE;
+#pragma unroll
+            for (u32 t = 0; t < 2; t++) keys[g][t] = values[g][t] = make_uint4(0, 0, 0, 0);
+            if (position >= limit) continue;
+            if (!CROSS && position >= first_position) {
+                keep_new(m, from + (position - first_position) * (Q_WIDE / 2), input_epoch, at, TO_VALUES, keys[g], values[g]);
+            } else {
+#pragma unroll
+                for (u32 t = 0; t < 2; t++) {
+                    keys[g][t] = load_through(at + t * TILE_K);
+                    values[g][t] = load_through(at + TO_VALUES + t * TILE_K);
+                }
             }
         }
     }
-    __syncwarp();
-
-    const u32 dumped = CROSS ? m.field(PHASE_SCORE_HEADS) : 0;
-    float* dump = nullptr;
-    if (CROSS && (dumped >> unit.head & 1)) {
-        const u32 index = m.field(PHASE_SCORES) - 1 + __popc(dumped & ((1u << unit.head) - 1));
-        dump = m.at<float>(PARAMETER_SCORES) +
-               (((u64)unit.slot * N_SCORE_HEADS + index) * N_POSITIONS + first_position) * N_CROSS_POSITIONS;
-    }
-    float* sums = (float*)m.x();                                                    // [row][warp][HEAD_SIZE]
-    float2* stats = (float2*)(sums + ROWS_TOGETHER * N_WARPS * HEAD_SIZE);          // [row][warp]
-    const u32 n_blocks_at_most = m.field(PHASE_N_BLOCKS), output = m.field(PHASE_OUTPUT), partial = m.field(PHASE_PARTIAL);
+    float2* const shares = (float2*)m.x();
+    float2* const stats = shares + 8 * N_WARPS * (HEAD_SIZE / 2);
+    if (TARGET_ROWS == 8) __syncthreads();  // then they reach into the sums, which the last linear may still read
 #pragma unroll 1
-    for (u32 round = first_row; round < n_rows; round += ROWS_TOGETHER) {
-        const u32 n = n_rows - round < ROWS_TOGETHER ? n_rows - round : ROWS_TOGETHER;
-#pragma unroll 1
-        for (u32 i = 0; i < n; i++) {
-            const u32 r = round + i;
-            const uint4 q = query.get(m, input_epoch);
-            if (r + 1 < n_rows) query.ask(m, input, Q_WIDE, slot_row + r + 1, unit.head * HEAD_SIZE + dimension);
-            attend_row<CROSS>(m, q, keys, values, mine, CROSS ? limit : first_position + r + 1, n_plain, tail_bias,
-                              dump == nullptr ? dump : dump + (u64)r * N_CROSS_POSITIONS,
-                              sums + (i * N_WARPS + m.warp()) * HEAD_SIZE, stats + i * N_WARPS + m.warp());
+    for (u32 first = 0; first < n_rows; first += 8) {
+        const bool is_row = first + row < n_rows;
+        if (is_busy) {
+            uint4 q[2] = {};
+            const u64* mine = from + (first + row) * (Q_WIDE / 2);
+            if (is_row) {
+                if (first != 0) {
+                    queries[0].ask(mine);
+                    queries[1].ask(mine + TILE_K / 2);
+                }
+                q[0] = queries[0].get(m, mine, input_epoch);
+                q[1] = queries[1].get(m, mine + TILE_K / 2, input_epoch);
+            }
+            float* dump = nullptr;
+            if (CROSS && (dumped >> unit.head & 1) && is_row) {
+                const u32 index = m.field(PHASE_SCORES) - 1 + __popc(dumped & ((1u << unit.head) - 1));
+                dump = m.at<float>(PARAMETER_SCORES) +
+                       (((u64)unit.slot * N_SCORE_HEADS + index) * N_POSITIONS + first_position + first + row) * N_CROSS_POSITIONS;
+            }
+            __syncwarp();
+            see_positions<CROSS>(m, q, keys, values, row, is_row, begin, CROSS ? limit : first_position + first + row + 1,
+                                 slot.n_plain, slot.tail_bias, dump, shares, stats);
         }
         __syncthreads();
-        if (m.warp() < n) {  // warp i makes row i whole
-            const u32 r = round + m.warp(), pair = m.lane();
-            const float2 of_warp = stats[m.warp() * N_WARPS + (m.lane() & (N_WARPS - 1))];
-            const float top = largest(of_warp.x), share = of_warp.x == NEGATIVE_INFINITY ? 0.0f : expf(of_warp.x - top);
-            const float total = sum_of(of_warp.y * share) * 0.5f;  // each warp is there twice
-            float2 sum = make_float2(0, 0);
-#pragma unroll
-            for (int w = 0; w < N_WARPS; w++) {
-                const float2 more = *(const float2*)(sums + (m.warp() * N_WARPS + w) * HEAD_SIZE + pair * 2);
-                const float weight = __shfl_sync(0xffffffffu, share, w);
-                sum.x = fmaf(weight, more.x, sum.x);
-                sum.y = fmaf(weight, more.y, sum.y);
-            }
-            const u32 payload = pack_bf16(sum.x / total, sum.y / total);
-            if (blocks_of<CROSS>(slot, first_position + r) == 1) {
-                publish_row(m, output, WIDE, slot_row + r, unit.head * (HEAD_SIZE / 2) + pair, payload, epoch + 1);
-            } else {
-                u64* to = words(m) + partial +
-                          (((slot_row + r) * N_HEADS + unit.head) * n_blocks_at_most + unit.block) * BLOCK_WORDS;
-                publish(to + BLOCK_STATS_WORDS + pair, payload, epoch);
-                if (pair < 2) publish(to + pair, __float_as_uint(pair == 0 ? top : total), epoch);
-            }
-        }
-        __syncthreads();  // the next round, unit or linear takes the scratch
+        publish_block<CROSS>(m, unit, slot_row + first, first_position + first, n_rows - first < 8 ? n_rows - first : 8,
+                             shares, stats);
+        if (CROSS && (dumped >> unit.head & 1)) __threadfence();  // the host reads the scores once the slot is done
+        __syncthreads();  // the next rows, unit or linear take the scratch
     }
-    if (dump != nullptr) __threadfence();  // the host reads the scores once a later word says that the slot is done
 }
 
 template <bool CROSS>
@@ -250,6 +282,9 @@ __device__ __forceinline__ void combine(const Machine m) {
     const bool cross = m.field(PHASE_BLOCK) == CROSS_BLOCK;
     u32* scratch = (u32*)m.sums() + m.warp() * MAX_BLOCKS * BLOCK_WORDS;  // a linear fills it behind its first barrier
     const u32 n_units = m.misc().state.n_rows * N_HEADS;
+    if (m.sm() >= n_units) return;
+    __syncthreads();  // the last linear's sums may still be read
+#pragma unroll 1
     for (u32 unit = m.sm() + m.warp() * N_SMS; unit < n_units; unit += N_WARPS * N_SMS) {
         const u32 row = unit / N_HEADS, head = unit % N_HEADS;
         const Slot& slot = m.misc().state.slots[m.misc().state.rows[row].slot];
@@ -268,18 +303,23 @@ __device__ __forceinline__ void combine(const Machine m) {
             *(uint2*)(scratch + index * 2) = make_uint2(pairs[i].first, pairs[i].second);
         }
         __syncwarp();
-        float top = NEGATIVE_INFINITY, total = 0;
+        float2 block = make_float2(NEGATIVE_INFINITY, 0);  // lane b: block b's largest score and sum
+        if (m.lane() < n)
+            block = make_float2(__uint_as_float(scratch[m.lane() * BLOCK_WORDS]),
+                                __uint_as_float(scratch[m.lane() * BLOCK_WORDS + 1]));
+        const float best = largest(block.x), weight = m.lane() < n ? block.y * expf(block.x - best) : 0.0f;
+        const float total = sum_of(weight);
         float2 sum = make_float2(0, 0);
-        for (u32 b = 0; b < n; b++) top = fmaxf(top, __uint_as_float(scratch[b * BLOCK_WORDS]));
-        for (u32 b = 0; b < n; b++) {
-            const u32* block = scratch + b * BLOCK_WORDS;
-            const float weight = __uint_as_float(block[1]) * expf(__uint_as_float(block[0]) - top);
-            const u32 value = block[BLOCK_STATS_WORDS + m.lane()];
-            total += weight;
-            sum.x = fmaf(weight, low_bf16(value), sum.x);
-            sum.y = fmaf(weight, high_bf16(value), sum.y);
+#pragma unroll
+        for (u32 b = 0; b < MAX_BLOCKS; b++) {
+            if (b >= n) break;
+            const u32 value = scratch[b * BLOCK_WORDS + BLOCK_STATS_WORDS + m.lane()];
+            const float share = __shfl_sync(0xffffffffu, weight, b);
+            sum.x = fmaf(share, low_bf16(value), sum.x);
+            sum.y = fmaf(share, high_bf16(value), sum.y);
         }
         __syncwarp();
+        if (m.misc().dead) return;
         publish_row(m, m.field(PHASE_OUTPUT), N_HEADS * HEAD_SIZE, row, head * (HEAD_SIZE / 2) + m.lane(),
                     pack_bf16(sum.x / total, sum.y / total), epoch);
     }

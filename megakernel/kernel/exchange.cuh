@@ -5,39 +5,36 @@
 
 #include "machine.cuh"
 
-__device__ __noinline__ void raise(const Machine m, u32 kind, u32 epoch) {
+// The first fault of all SMs is the one that the host reads.
+__device__ __forceinline__ void note_fault(const Machine m, u32 kind, u32 epoch) {
     u32* control = m.at<u32>(PARAMETER_CONTROL);
-    m.misc().dead = 1;
-    if (atomicCAS(control + CONTROL_ABORT, 0u, 1u) == 0u) {
-        control[CONTROL_FAULT_KIND] = kind;
-        control[CONTROL_FAULT_SM] = m.sm();
-        control[CONTROL_FAULT_PHASE] = m.phase;
-        control[CONTROL_FAULT_EPOCH] = epoch;
-        __threadfence_system();
-    }
+    if (atomicCAS(control + CONTROL_ABORT, 0u, 1u) != 0u) return;
+    control[CONTROL_FAULT_KIND] = kind;
+    control[CONTROL_FAULT_SM] = m.sm();
+    control[CONTROL_FAULT_PHASE] = m.phase;
+    control[CONTROL_FAULT_EPOCH] = epoch;
+    __threadfence_system();
 }
 
-// A look at the clock and at whether somebody else raised a fault. → whether to give up
-__device__ __noinline__ bool look_around(const Machine m, u32 epoch, u64 since) {
-    if (load_gpu(m.at<u32>(PARAMETER_CONTROL) + CONTROL_ABORT) != 0) {
-        m.misc().dead = 1;
-        return true;
-    }
-    if (since == 0 || clock_ns() - since < m.number(PARAMETER_SPIN_NS)) return false;
-    raise(m, FAULT_KIND_TIMEOUT, epoch);
-    return true;
+__device__ __noinline__ void raise(const Machine m, u32 kind, u32 epoch) {
+    m.misc().dead = 1;
+    note_fault(m, kind, epoch);
 }
 
 struct Wait {  // one thread's patience
-    u32 polls = 0;
-    u64 since = 0;
+    u32 polls = 0, since = 0;  // microseconds, as far as 32 bits count them
 
     // Whether to give up. Cheap, called after each poll that failed.
     __device__ __forceinline__ bool is_over(const Machine m, u32 epoch, bool limited = true) {
         if (m.misc().dead) return true;
         if ((++polls & 255) != 0) return false;
-        if (limited && since == 0) since = clock_ns();
-        return look_around(m, epoch, since);
+        const u32 now = (u32)(clock_ns() >> 10);
+        if (since == 0) since = now;
+        const bool late = limited && now - since > (u32)(m.number(PARAMETER_SPIN_NS) >> 10);
+        if (!late && load_gpu(m.at<u32>(PARAMETER_CONTROL) + CONTROL_ABORT) == 0) return false;
+        m.misc().dead = 1;
+        if (late) note_fault(m, FAULT_KIND_TIMEOUT, epoch);
+        return true;
     }
 };
 

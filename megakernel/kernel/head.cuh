@@ -124,51 +124,46 @@ __device__ __forceinline__ u64* partial_words(const Machine m, u32 buffer, u32 s
     return words(m) + buffer + (sm * TARGET_ROWS + row) * PARTIAL_WORDS;
 }
 
-// LINEAR, or HEAD where ``is_head``: the same products by the same code, since each copy of it costs instruction cache.
 template <int K, int K_WARPS>
-__device__ __forceinline__ void product(const Machine m, Stream& stream, bool is_head) {
+__device__ __forceinline__ void head(const Machine m) {
     constexpr u32 GROUPS = N_WARPS / K_WARPS, BATCH = BATCH_GRANULES * GROUPS;
     constexpr u32 PER_LANE = (BATCH * GRANULE_ROWS + 31) / 32;
     const u32* task = m.misc().tasks[m.phase];
-    const u32 flags = m.field(PHASE_FLAGS), n_granules = task[TASK_N_GRANULES], n_rows = m.misc().state.n_rows;
-    const u32 input = m.field(PHASE_INPUT), input_epoch = m.epoch + m.field(PHASE_INPUT_EPOCH);
+    const u32 flags = m.field(PHASE_FLAGS), n_tokens = task[TASK_N_GRANULES] * GRANULE_ROWS;
+    const u32 first_token = task[TASK_FIRST_GRANULE] * GRANULE_ROWS, n_rows = m.misc().state.n_rows;
     const int n_mine = granules_of_group<K_WARPS>(m, task);
-    const bool follows = K == WIDTH && is_head && m.warp() < n_rows;
+    const bool follows = m.warp() < n_rows;
+    const Row& row = m.misc().state.rows[follows ? m.warp() : 0];
+    const Slot& slot = m.misc().state.slots[row.slot];
     Tally tally;
+    Stream stream(m);
 #pragma unroll 1
-    for (u32 first = 0; first < n_granules; first += BATCH) {
+    for (u32 first = 0; first < n_tokens; first += BATCH * GRANULE_ROWS) {
         float2 aux[PER_LANE];
         u32 suppressed[PER_LANE];
         if (follows) {
-            const u32* bitmap = m.at<const u32>(PARAMETER_BITMAPS) + m.misc().state.rows[m.warp()].bitmap * BITMAP_WORDS;
+            const u32* bitmap = m.at<const u32>(PARAMETER_BITMAPS) + row.bitmap * BITMAP_WORDS;
             const float2* table = m.at<const float2>(PARAMETER_AUX) + ((u64)m.sm() * AUX_GRANULES + task[TASK_AUX]) * GRANULE_ROWS;
 #pragma unroll
             for (u32 i = 0; i < PER_LANE; i++) {  // asked for now, needed behind the products
-                const u32 local = first * GRANULE_ROWS + m.lane() + 32 * i;
-                const u32 token = task[TASK_FIRST_GRANULE] * GRANULE_ROWS + local;
-                if (local < n_granules * GRANULE_ROWS && m.lane() + 32 * i < BATCH * GRANULE_ROWS && token < N_TOKENS) {
+                const u32 local = first + m.lane() + 32 * i, token = first_token + local;
+                if (local < n_tokens && m.lane() + 32 * i < BATCH * GRANULE_ROWS && token < N_TOKENS) {
                     aux[i] = __ldg(table + local);
                     suppressed[i] = __ldg(bitmap + token / 32);
                 }
             }
         }
-        const float* sums = batch_sums<K, K_WARPS>(m, stream, flags, input, input_epoch, first / BATCH, n_mine);
-        if (K != WIDTH || !is_head) {
-            publish_batch<K, K_WARPS>(m, sums, task, first, flags);
-            continue;
-        }
+        const float* sums = batch_sums<K, K_WARPS>(m, stream, flags, m.field(PHASE_INPUT), m.epoch + m.field(PHASE_INPUT_EPOCH),
+                                                   first / (BATCH * GRANULE_ROWS), n_mine);
         if (first == 0) answer_door(m);  // every SM has left the last step
         if (!follows) continue;
-        const Row& row = m.misc().state.rows[m.warp()];
-        const Slot& slot = m.misc().state.slots[row.slot];
         const float2 norm = flags & FLAG_NORM ? m.misc().norm[m.phase & 1][m.warp()] : make_float2(0, 1);
 #pragma unroll
         for (u32 i = 0; i < PER_LANE; i++) {
-            const u32 in_round = m.lane() + 32 * i, local = first * GRANULE_ROWS + in_round;
-            const u32 token = task[TASK_FIRST_GRANULE] * GRANULE_ROWS + local;
-            if (in_round >= BATCH * GRANULE_ROWS || local >= n_granules * GRANULE_ROWS || token >= N_TOKENS) continue;
-            const float* from = granule_sums<K_WARPS>(sums, n_rows, in_round / GRANULE_ROWS, task[TASK_FIRST_GROUP]) +
-                                m.warp() * GRANULE_ROWS + in_round % GRANULE_ROWS;
+            const u32 in_batch = m.lane() + 32 * i, local = first + in_batch, token = first_token + local;
+            if (in_batch >= BATCH * GRANULE_ROWS || local >= n_tokens || token >= N_TOKENS) continue;
+            const float* from = granule_sums<K_WARPS>(sums, n_rows, in_batch / GRANULE_ROWS, task[TASK_FIRST_GROUP]) +
+                                m.warp() * GRANULE_ROWS + in_batch % GRANULE_ROWS;
             float y = from[0];
 #pragma unroll
             for (int w = 1; w < K_WARPS; w++) y += from[w * sum_rows(n_rows) * GRANULE_ROWS];
@@ -176,12 +171,12 @@ __device__ __forceinline__ void product(const Machine m, Stream& stream, bool is
             tally.see(row, slot, token, y, suppressed[i] >> (token & 31) & 1);
         }
     }
+    stream.leave(m);
     if (follows) {
-        const Row& row = m.misc().state.rows[m.warp()];
-        tally.merge(row, m.misc().state.slots[row.slot]);
-        if (m.lane() < PARTIAL_UNUSED)
+        tally.merge(row, slot);
+        if (m.lane() < PARTIAL_UNUSED && !m.misc().dead)
             publish(partial_words(m, m.field(PHASE_OUTPUT), m.sm(), m.warp()) + m.lane(), tally.word(m.lane()),
                     m.epoch + m.field(PHASE_EPOCH));
     }
-    if (K == WIDTH && is_head) __syncthreads();  // SELECT takes the scratch
+    __syncthreads();  // SELECT takes the scratch
 }

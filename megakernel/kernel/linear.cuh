@@ -10,11 +10,20 @@
 #include "exchange.cuh"
 #include "stream.cuh"
 
+// How many tiles a warp takes at once: a divisor of the slice's, so that one wait and one latency serve them all.
+__host__ __device__ constexpr int tiles_together(int tiles) {
+    int n = RING_TILES < 5 ? RING_TILES : 5;
+    while (tiles % n != 0) n--;
+    return n;
+}
+
 template <int K, int K_WARPS>
 struct Shape {
     static constexpr int GROUPS = N_WARPS / K_WARPS;
     static constexpr int TILES = K / K_WARPS / TILE_K;  // of a warp's slice
     static constexpr int SLICE = K / K_WARPS;
+    static constexpr int TOGETHER = tiles_together(TILES);
+    static_assert(TILES * TILE_K * 2 <= ZERO_BYTES, "the zeros are too short for a slice of K");
 };
 
 // How many of a slice's tiles fit into shared memory at once for so many rows.
@@ -58,6 +67,13 @@ __device__ __forceinline__ void load_rows(const Machine m, u32 n_rows, u32 flags
             const u32 row = piece / PIECES, element = (piece % PIECES) * STATS_ELEMENTS + m.lane() * 4;
             const float4 v = embedding(m, row, element);
             *(uint2*)(m.x() + row * x_stride(K) + element * 2) = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
+        }
+    } else if (n_pieces <= N_WARPS) {
+        if (m.warp() < n_pieces) {
+            const u64* from = row_words(m, input, K, m.warp() / PIECES) + (m.warp() % PIECES) * (STATS_ELEMENTS / 2) + m.lane() * 2;
+            const Pair pair = take_pair(m, from, epoch);
+            *(uint2*)(m.x() + (m.warp() / PIECES) * x_stride(K) + ((m.warp() % PIECES) * STATS_ELEMENTS + m.lane() * 4) * 2) =
+                make_uint2(pair.first, pair.second);
         }
     } else {
 #pragma unroll 1
@@ -123,47 +139,87 @@ __device__ __forceinline__ void load_part(const Machine m, u32 n_rows, u32 input
     }
 }
 
-// Mean and 1 / deviation of a row from the sums of its pieces; warp r sees to row r.
-__device__ __forceinline__ void finish_norm(const Machine m, u32 n_rows) {
-    if (m.warp() >= n_rows) return;
-    float2 piece = make_float2(0, 0);
-    if (m.lane() < STATS_PIECES) piece = m.misc().stats[m.phase & 1][m.warp()][m.lane()];
-    const float2 sum = sum_over_warp(piece);
-    const float mean = sum.x * (1.0f / WIDTH);
-    const float variance = fmaxf(sum.y * (1.0f / WIDTH) - mean * mean, 0.0f);
-    if (m.lane() == 0) m.misc().norm[m.phase & 1][m.warp()] = make_float2(mean, rsqrtf(variance + EPSILON));
+// Mean and 1 / deviation of the rows from the sums of their pieces, by the warps that have least to multiply: those of
+// the group that would take the SM's next granule.
+template <int K_WARPS>
+__device__ __forceinline__ void finish_norm(const Machine m, u32 n_rows, const u32* task) {
+    constexpr u32 GROUPS = N_WARPS / K_WARPS;
+    if (m.warp() / K_WARPS != (task[TASK_FIRST_GROUP] + task[TASK_N_GRANULES]) % GROUPS) return;
+#pragma unroll 1
+    for (u32 row = m.warp() % K_WARPS; row < n_rows; row += K_WARPS) {
+        float2 piece = make_float2(0, 0);
+        if (m.lane() < STATS_PIECES) piece = m.misc().stats[m.phase & 1][row][m.lane()];
+        const float2 sum = sum_over_warp(piece);
+        const float mean = sum.x * (1.0f / WIDTH);
+        const float variance = fmaxf(sum.y * (1.0f / WIDTH) - mean * mean, 0.0f);
+        if (m.lane() == 0) m.misc().norm[m.phase & 1][row] = make_float2(mean, rsqrtf(variance + EPSILON));
+    }
 }
 
-// The products of one batch: tiles of this warp's granules ``index`` (of its group) and the next, for what of K is in
-// shared memory. ``n_mine`` granules belong to the group.
-__device__ __forceinline__ void multiply(const Machine m, Stream& stream, float (&sums)[BATCH_GRANULES][4],
-                                         u32 n_rows, u32 stride, const unsigned char* slice, int n_tiles, int index,
-                                         int n_mine) {
-    if (index >= n_mine) return;
-    const u32 row = m.lane() >> 2;
-    const unsigned char* piece = slice + row * stride + (m.lane() & 3) * 16;
-    const bool has_low = row < n_rows, has_high = row + 8 < n_rows, has_second = index + 1 < n_mine;
-    float odd[BATCH_GRANULES][4] = {};  // a second chain, so that one product need not wait for the last
-#pragma unroll 2
-    for (int t = 0; t < n_tiles; t++) {
-        uint4 low = make_uint4(0, 0, 0, 0), high = low;
-        if (has_low) low = *(const uint4*)(piece + t * TILE_K * 2);
-        if (has_high) high = *(const uint4*)(piece + 8 * stride + t * TILE_K * 2);
-        uint4 w = stream.take();
-        mma(sums[0], low.x, high.x, low.y, high.y, w.x, w.y);
-        mma(odd[0], low.z, high.z, low.w, high.w, w.z, w.w);
-        stream.load_next();
-        if (has_second) {
-            w = stream.take();
-            mma(sums[1], low.x, high.x, low.y, high.y, w.x, w.y);
-            mma(odd[1], low.z, high.z, low.w, high.w, w.z, w.w);
-            stream.load_next();
+typedef float Sums[2][BATCH_GRANULES][4];  // two chains, so that a product need not wait for the last one
+
+// Products of ``n_tiles`` of the slice for GRANULES granules and up to 8 rows; ``x`` is this lane's part of the first
+// tile, zeros where the lane's row is none.
+template <int TOGETHER, int GRANULES>
+__device__ __forceinline__ void multiply_few(Stream& stream, Sums& sums, const unsigned char* x, int n_tiles) {
+#pragma unroll 1
+    for (int first = 0; first < n_tiles; first += TOGETHER) {
+        uint4 a[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) a[i] = *(const uint4*)(x + (first + i) * TILE_K * 2);
+#pragma unroll
+        for (int taken = 0; taken < TOGETHER * GRANULES; taken += TOGETHER) {
+            uint4 w[TOGETHER];
+            stream.take(w);
+#pragma unroll
+            for (int i = 0; i < TOGETHER; i++) {
+                const int t = (taken + i) / GRANULES, g = (taken + i) % GRANULES;
+                mma(sums[0][g], a[t].x, 0, a[t].y, 0, w[i].x, w[i].y);
+                mma(sums[1][g], a[t].z, 0, a[t].w, 0, w[i].z, w[i].w);
+            }
+            stream.template refill<TOGETHER>();
         }
     }
-#pragma unroll
-    for (int g = 0; g < BATCH_GRANULES; g++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) sums[g][i] += odd[g][i];
+}
+
+// The same for up to 16 rows and any number of tiles, one after the other.
+__device__ __forceinline__ void multiply_many(Stream& stream, Sums& sums, const unsigned char* low,
+                                              const unsigned char* high, int n_tiles, bool has_second) {
+#pragma unroll 1
+    for (int t = 0; t < n_tiles; t++) {
+        const uint4 a = *(const uint4*)(low + t * TILE_K * 2), b = *(const uint4*)(high + t * TILE_K * 2);
+        uint4 w[1];
+        stream.take(w);
+        mma(sums[0][0], a.x, b.x, a.y, b.y, w[0].x, w[0].y);
+        mma(sums[1][0], a.z, b.z, a.w, b.w, w[0].z, w[0].w);
+        stream.refill<1>();
+        if (has_second) {
+            stream.take(w);
+            mma(sums[0][1], a.x, b.x, a.y, b.y, w[0].x, w[0].y);
+            mma(sums[1][1], a.z, b.z, a.w, b.w, w[0].z, w[0].w);
+            stream.refill<1>();
+        }
+    }
+}
+
+// This warp's part of a batch: its granules ``index`` (of its group's ``n_mine``) and the next, for the ``n_tiles`` of
+// its slice that are in shared memory from ``slice`` on.
+template <int TOGETHER>
+__device__ __forceinline__ void multiply(const Machine m, Stream& stream, Sums& sums, u32 n_rows, u32 stride,
+                                         const unsigned char* slice, int n_tiles, int index, int n_mine) {
+    if (index >= n_mine) return;
+    const u32 row = m.lane() >> 2;
+    const unsigned char* zeros = (const unsigned char*)m.misc().zeros;
+    const unsigned char* low = row < n_rows ? slice + row * stride + (m.lane() & 3) * 16 : zeros;
+    const bool has_second = index + 1 < n_mine;
+    if (n_rows > 8 || n_tiles % TOGETHER != 0) {
+        const unsigned char* high = row + 8 < n_rows ? low + 8 * stride : zeros;
+        multiply_many(stream, sums, low, high, n_tiles, has_second);
+    } else if (has_second) {
+        multiply_few<TOGETHER, 2>(stream, sums, low, n_tiles);
+    } else {
+        multiply_few<TOGETHER, 1>(stream, sums, low, n_tiles);
+    }
 }
 
 // Rows for which the sums of a batch have room: with 8 there are two buffers, with 16 one.
@@ -189,7 +245,7 @@ __device__ __forceinline__ const float* batch_sums(const Machine m, Stream& stre
     const u32 n_rows = m.misc().state.n_rows;
     const int resident = K == WIDTH ? TILES : resident_tiles<K, K_WARPS>(n_rows);  // a row of the width always fits
     const u32 k_warp = m.warp() % K_WARPS;
-    float sums[BATCH_GRANULES][4] = {};
+    Sums sums = {};
 #pragma unroll 1
     for (int first = 0; first < TILES; first += resident) {
         const int n = TILES - first < resident ? TILES - first : resident;
@@ -202,13 +258,17 @@ __device__ __forceinline__ const float* batch_sums(const Machine m, Stream& stre
             }
             __syncthreads();
         }
-        multiply(m, stream, sums, n_rows, x_stride(K_WARPS * n * TILE_K), m.x() + k_warp * n * TILE_K * 2, n,
+        multiply<Shape<K, K_WARPS>::TOGETHER>(m, stream, sums, n_rows, x_stride(K_WARPS * n * TILE_K), m.x() + k_warp * n * TILE_K * 2, n,
                  batch * BATCH_GRANULES, n_mine);
     }
-    if (K == WIDTH && batch == 0 && (flags & FLAG_NORM)) finish_norm(m, n_rows);
+    if (K == WIDTH && batch == 0 && (flags & FLAG_NORM)) finish_norm<K_WARPS>(m, n_rows, m.misc().tasks[m.phase]);
     float* to = m.sums() + (n_rows <= 8 ? (batch & 1) * (BATCH_GRANULES * N_WARPS * 8 * GRANULE_ROWS) : 0);
     if (n_rows > 8 && batch != 0) __syncthreads();  // one buffer only: the last batch's readers come first
-    leave_sums(m, to, sums, n_rows);
+#pragma unroll
+    for (int g = 0; g < BATCH_GRANULES; g++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[0][g][i] += sums[1][g][i];
+    leave_sums(m, to, sums[0], n_rows);
     __syncthreads();
     return to;
 }
@@ -246,45 +306,77 @@ __device__ __forceinline__ void begin_residual(const Machine m, const u32* owner
     }
 }
 
-// A batch's outputs: two neighbouring ones a thread. The sums over the warps in order, then the epilogue.
-template <int K, int K_WARPS>
-__device__ __forceinline__ void publish_batch(const Machine m, const float* sums, const u32* task, u32 first, u32 flags) {
+// What one thread makes of a batch: two neighbouring outputs of one row. What does not need the sums is found before
+// they are there.
+struct Output {
+    bool is_one;
+    u32 row, sums_at;  // where its first warp's sums are, in floats
+    float4 aux;        // row sum, bias, row sum, bias
+    float2* residual;
+    u64* to;
+};
+
+template <int K_WARPS>
+__device__ __forceinline__ Output output_of(const Machine m, const u32* task, u32 first, u32 n_rows) {
     constexpr u32 GROUPS = N_WARPS / K_WARPS, BATCH = BATCH_GRANULES * GROUPS;
-    const u32 n_rows = m.misc().state.n_rows, n_granules = task[TASK_N_GRANULES];
-    const u32 in_all = n_rows * BATCH * 4;  // at most N_THREADS x 2
-#pragma unroll 1
-    for (u32 i = m.thread(); i < in_all; i += N_THREADS) {
-        const u32 pair = i & 3, in_batch = (i >> 2) % BATCH, row = (i >> 2) / BATCH, granule = first + in_batch;
-        if (granule >= n_granules) continue;
-        const float4 aux = *(const float4*)(aux_of(m, task[TASK_AUX] + granule) + pair * 2);
-        const float* from = granule_sums<K_WARPS>(sums, n_rows, in_batch, task[TASK_FIRST_GROUP]) + row * GRANULE_ROWS + pair * 2;
-        const u32 stride = sum_rows(n_rows) * GRANULE_ROWS;
-        float2 y = *(const float2*)from;
+    static_assert(MAX_ROWS * BATCH * 4 <= N_THREADS, "a thread has more than one pair");
+    const u32 pair = m.thread() & 3, in_batch = (m.thread() >> 2) % BATCH, granule = first + in_batch;
+    Output out;
+    out.row = (m.thread() >> 2) / BATCH;
+    out.is_one = out.row < n_rows && granule < task[TASK_N_GRANULES];
+    if (!out.is_one) return out;
+    const u32 turn = in_batch / GROUPS, group = (task[TASK_FIRST_GROUP] + in_batch) % GROUPS;
+    out.sums_at = ((turn * N_WARPS + group * K_WARPS) * sum_rows(n_rows) + out.row) * GRANULE_ROWS + pair * 2;
+    out.aux = *(const float4*)(aux_of(m, task[TASK_AUX] + granule) + pair * 2);
+    out.residual = (float2*)&m.misc().residual[out.row][granule * GRANULE_ROWS + pair * 2];
+    out.to = words(m) + m.field(PHASE_OUTPUT) + out.row * (m.field(PHASE_N) / 2) +
+             (task[TASK_FIRST_GRANULE] + granule) * (GRANULE_ROWS / 2) + pair;
+    return out;
+}
+
+// The sums over the warps in order, then the epilogue.
+template <int K, int K_WARPS>
+__device__ __forceinline__ void publish_output(const Machine m, const Output& out, const float* sums, u32 n_rows,
+                                               u32 flags, u32 epoch) {
+    const u32 stride = sum_rows(n_rows) * GRANULE_ROWS;
+    float2 y = *(const float2*)(sums + out.sums_at);
 #pragma unroll
-        for (int w = 1; w < K_WARPS; w++) {
-            const float2 more = *(const float2*)(from + w * stride);
-            y.x += more.x;
-            y.y += more.y;
-        }
-        if (K == WIDTH && (flags & FLAG_NORM)) {
-            const float2 norm = m.misc().norm[m.phase & 1][row];
-            y.x = (y.x - norm.x * aux.x) * norm.y;
-            y.y = (y.y - norm.x * aux.z) * norm.y;
-        }
-        y.x += aux.y;
-        y.y += aux.w;
-        if (flags & FLAG_GELU) {
-#pragma unroll 1
-            for (int j = 0; j < 2; j++) y = make_float2(y.y, gelu(y.x));  // twice: each in its turn
-        }
-        if (flags & FLAG_RESIDUAL) {
-            float2* so_far = (float2*)&m.misc().residual[row][granule * GRANULE_ROWS + pair * 2];
-            y.x += so_far->x;
-            y.y += so_far->y;
-            *so_far = y;
-        }
-        publish_row(m, m.field(PHASE_OUTPUT), m.field(PHASE_N), row,
-                    (task[TASK_FIRST_GRANULE] + granule) * (GRANULE_ROWS / 2) + pair, pack_bf16(y.x, y.y),
-                    m.epoch + m.field(PHASE_EPOCH));
+    for (int w = 1; w < K_WARPS; w++) {
+        const float2 more = *(const float2*)(sums + out.sums_at + w * stride);
+        y.x += more.x;
+        y.y += more.y;
     }
+    if (K == WIDTH && (flags & FLAG_NORM)) {
+        const float2 norm = m.misc().norm[m.phase & 1][out.row];
+        y.x = (y.x - norm.x * out.aux.x) * norm.y;
+        y.y = (y.y - norm.x * out.aux.z) * norm.y;
+    }
+    y.x += out.aux.y;
+    y.y += out.aux.w;
+    if (flags & FLAG_GELU) y = make_float2(gelu(y.x), gelu(y.y));
+    if (flags & FLAG_RESIDUAL) {
+        y.x += out.residual->x;
+        y.y += out.residual->y;
+        *out.residual = y;
+    }
+    const u32 step = TARGET_ROWS * m.field(PHASE_N) / 2, payload = pack_bf16(y.x, y.y);
+#pragma unroll
+    for (int replica = 0; replica < N_REPLICAS; replica++) publish(out.to + replica * step, payload, epoch);
+}
+
+template <int K, int K_WARPS>
+__device__ __forceinline__ void linear(const Machine m) {
+    constexpr u32 BATCH = BATCH_GRANULES * N_WARPS / K_WARPS;
+    const u32* task = m.misc().tasks[m.phase];
+    const u32 flags = m.field(PHASE_FLAGS), input = m.field(PHASE_INPUT), n_rows = m.misc().state.n_rows;
+    const u32 input_epoch = m.epoch + m.field(PHASE_INPUT_EPOCH), epoch = m.epoch + m.field(PHASE_EPOCH);
+    const int n_mine = granules_of_group<K_WARPS>(m, task);
+    Stream stream(m);
+#pragma unroll 1
+    for (u32 first = 0; first < task[TASK_N_GRANULES]; first += BATCH) {
+        const Output out = output_of<K_WARPS>(m, task, first, n_rows);
+        const float* sums = batch_sums<K, K_WARPS>(m, stream, flags, input, input_epoch, first / BATCH, n_mine);
+        if (out.is_one && !m.misc().dead) publish_output<K, K_WARPS>(m, out, sums, n_rows, flags, epoch);
+    }
+    stream.leave(m);
 }

@@ -17,6 +17,7 @@ struct Parameters {
 #define HEAD_SIZE 64
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 #define STATS_PIECES (WIDTH / STATS_ELEMENTS)
+#define ZERO_BYTES 1024  // at least 64 for each tile of a slice of K
 #define CROSS_BLOCK 256
 #define SELF_BLOCK 64
 #define BLOCK_WORDS (BLOCK_STATS_WORDS + HEAD_SIZE / 2)
@@ -67,6 +68,13 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// the transposed 8 x 8 matrix of which each lane holds two neighbouring elements of row lane / 4
+__device__ __forceinline__ u32 transpose(u32 pair) {
+    u32 out;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+    return out;
 }
 
 // ---------------------------------------------------------------------- memory
@@ -150,10 +158,12 @@ struct State {  // what lives on between residencies, and in graph mode between 
 
 struct Misc {
     Parameters parameters;
+    uint4 streams[N_WARPS];  // between the phases that read weights
     State state;
     volatile u32 dead;  // a fault: nobody waits any more
     u32 door;
     u32 idle_leave;
+    uint4 zeros[ZERO_BYTES / 16];    // what stands for the activations of rows that are not
     float2 norm[2][MAX_ROWS];        // mean and 1 / deviation of the row, by parity of the phase
     u32 phases[N_PHASES][PHASE_WORDS];
     u32 tasks[N_PHASES][TASK_WORDS];
@@ -178,11 +188,11 @@ extern __shared__ __align__(128) unsigned char shared[];  // ring, activations, 
 struct Machine {
     u32 epoch;  // of this step: phases publish epoch + EPOCH
     u32 phase;
-    u32 index;  // of the thread, see ``refresh``
+    u32 index;  // of the thread
 
-    // The thread's index, read anew. What bodies derive from it the compiler would otherwise keep from phase to phase,
-    // in registers that there are not.
-    __device__ __forceinline__ void refresh() { asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index)); }
+    // What bodies derive from the index the compiler would otherwise keep from phase to phase, in registers that there
+    // are not: behind this, which is no instruction, it knows nothing of it any more.
+    __device__ __forceinline__ void forget() { asm volatile("" : "+r"(index)); }
 
     static __device__ __forceinline__ unsigned char* x() { return shared + RING_BYTES; }  // activations; scores
     static __device__ __forceinline__ float* sums() { return (float*)(shared + RING_BYTES + X_BYTES); }

@@ -62,7 +62,7 @@ __device__ __forceinline__ void stall_if_asked(const Machine m) {
 }
 
 // ``owner`` is the phase whose task says which elements of the residual stream are this SM's.
-__device__ __forceinline__ void run_phase(const Machine m, Stream& stream, u32 owner) {
+__device__ __forceinline__ void run_phase(const Machine m, u32 owner) {
     const u32 op = m.field(PHASE_OP);
     if (op == OP_SELECT) {
         select(m);
@@ -76,9 +76,8 @@ __device__ __forceinline__ void run_phase(const Machine m, Stream& stream, u32 o
     const u32 flags = m.field(PHASE_FLAGS), k = m.field(PHASE_K);
     switch (op) {
         case OP_LINEAR:
-        case OP_HEAD:
 #define RUN(K, K_WARPS) \
-    if (k == K) product<K, K_WARPS>(m, stream, op == OP_HEAD);
+    if (k == K) linear<K, K_WARPS>(m);
             LINEAR_SHAPES(RUN)
 #undef RUN
             if (flags & FLAG_STREAM) begin_residual(m, m.misc().tasks[owner], n_rows);
@@ -94,22 +93,26 @@ __device__ __forceinline__ void run_phase(const Machine m, Stream& stream, u32 o
         case OP_COMBINE:
             combine(m);
             break;
+        case OP_HEAD:
+#define RUN(K, K_WARPS) head<K, K_WARPS>(m);
+            HEAD_SHAPES(RUN)
+#undef RUN
+            break;
     }
 }
 
 __device__ __forceinline__ void begin(const Machine m, const Parameters& p) {
     if (m.thread() < PARAMETER_WORDS) m.misc().parameters.word[m.thread()] = p.word[m.thread()];
+    if (m.thread() < ZERO_BYTES / 16) m.misc().zeros[m.thread()] = make_uint4(0, 0, 0, 0);
     if (m.thread() == 0) m.misc().dead = 0;
     __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const __grid_constant__ Parameters p) {
-    Machine m = {0, 0, 0};
-    m.refresh();
+    Machine m = {0, 0, threadIdx.x};
     begin(m, p);
     State& state = m.misc().state;
-    Stream stream;
-    stream.start(m, 0);
+    start_stream(m, 0);
     load_tables(m);
     load_state(m);
     __syncthreads();
@@ -127,23 +130,21 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const
     while (true) {
         m.epoch = (u32)m.number(PARAMETER_EPOCH) + state.n_steps * EPOCHS_PER_STEP;
         stall_if_asked(m);
-        if (state.n_rows == 0) {
+        const bool is_idle = state.n_rows == 0;
+        if (is_idle) {
             m.phase = head_phase;
             idle(m);
-            m.phase = N_PHASES - 1;
             __syncthreads();
-            select(m);
-        } else {
+        }
 #pragma unroll 1
-            for (m.phase = 0; m.phase < N_PHASES; m.phase++) {
-                m.refresh();
-                run_phase(m, stream, owner);
-            }
+        for (m.phase = is_idle ? N_PHASES - 1 : 0; m.phase < N_PHASES; m.phase++) {
+            m.forget();
+            run_phase(m, owner);
         }
         if (state.leave != 0 || m.misc().dead) break;
         if (m.sm() == CONTROL_SM && m.thread() == 0) store_host(m.at<u32>(PARAMETER_HOST_BEAT), state.n_steps);
     }
-    stream.stop();
+    stop_stream();
     if (m.sm() != CONTROL_SM) return;
     const u32 leave = m.misc().dead ? LEAVE_REASON_FAULT : state.leave;
     if (!m.misc().dead) save_state(m);
@@ -170,14 +171,12 @@ __device__ __forceinline__ u32 tiles_before(const Machine m, u32 phase) {
 }
 
 extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_phase(const __grid_constant__ Parameters p) {
-    Machine m = {0, (u32)p.word[PARAMETER_PHASE], 0};
-    m.refresh();
+    Machine m = {0, (u32)p.word[PARAMETER_PHASE], threadIdx.x};
     begin(m, p);
     State& state = m.misc().state;
     load_tables(m);
     __syncthreads();
-    Stream stream;
-    stream.start(m, tiles_before(m, m.phase));
+    start_stream(m, tiles_before(m, m.phase));
     const u32 owner = first_phase_with(m, PHASE_FLAGS, FLAG_RESIDUAL, false);
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -201,12 +200,13 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_phase(cons
     }
     __syncthreads();
     m.epoch = (u32)m.number(PARAMETER_EPOCH) + state.n_steps * EPOCHS_PER_STEP;
-    run_phase(m, stream, owner);
+    // SELECT's outcome is read from memory here, so one SM is enough, and no other can meet the state it leaves
+    if (m.field(PHASE_OP) != OP_SELECT || m.sm() == CONTROL_SM) run_phase(m, owner);
     __syncthreads();
     if (flags & (FLAG_RESIDUAL | FLAG_STREAM))
         for (u32 i = m.thread(); i < sizeof(m.misc().residual) / 4; i += N_THREADS)
             __stcg(residual + i, (&m.misc().residual[0][0])[i]);
-    stream.stop();
+    stop_stream();
     if (m.sm() != CONTROL_SM || m.field(PHASE_OP) != OP_SELECT) return;
     save_state(m);
     if (m.thread() == 0) leave_counts(m, m.misc().dead ? LEAVE_REASON_FAULT : state.leave);
