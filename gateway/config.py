@@ -95,7 +95,7 @@ class Config:
     models: tuple[str, ...] = ("whisper-tiny.en",)  # what is served; the first is the default of `hello`
     required_capabilities: tuple[Capability, ...] = ()  # the start fails if a model lacks one
     model_aliases: tuple[str, ...] = ()  # NAME=MODEL: a name that clients of other services send, and what it means
-    n_threads: int = 0  # 0..1024; threads of one decode; 0: as many as this process may use
+    n_threads: int = 0  # 0..1024; CPU threads that encode (decoding has one); 0: as many as this process may use
     server: ServerConfig = field(default_factory=ServerConfig)
     session: SessionConfig = field(default_factory=SessionConfig)
     vad: GateSettings = field(default_factory=lambda: GateSettings(hangover_ms=DEFAULT_HANGOVER_MS))

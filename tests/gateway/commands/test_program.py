@@ -82,6 +82,14 @@ def test_our_packages_lie_beside_each_other() -> None:
     assert entry.misplaced_siblings() == []
 
 
+def test_threads_spin_briefly_unless_the_environment_says_how_long() -> None:
+    ours: dict[str, str] = {}
+    theirs = {"GOMP_SPINCOUNT": "7"}
+    entry.keep_threads_from_spinning(ours)
+    entry.keep_threads_from_spinning(theirs)
+    assert (int(ours["GOMP_SPINCOUNT"]) < 10_000, theirs) == (True, {"GOMP_SPINCOUNT": "7"})
+
+
 def test_a_package_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "streaming").mkdir()
     (tmp_path / "streaming" / "__init__.py").write_text("")
