@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"a model to serve; repeatable, the first is the default ({defaults.models[0]})",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of one decode (0: the engine's choice)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads that encode (0: the engine's choice)")
     parser.add_argument(
         "--allow-anonymous",
         action="store_const",
