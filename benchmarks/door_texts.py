@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from benchmarks.recordings import DEFAULT_MANIFEST, read_manifest
 from benchmarks.report import heading
 from gateway.config import DEFAULT_HANGOVER_MS, SessionConfig
-from gateway.doors import native, openai_realtime, openai_rest
+from gateway.doors import deepgram, native, openai_realtime, openai_rest
 from gateway.doors.door import Door, Frame, House, Knock
 from gateway.effects import Close, Said
 from gateway.messages import EngineItem
@@ -124,7 +124,30 @@ def _rest_text(frames: list[Frame]) -> str:
     return str(json.loads(frames[-1])["text"])
 
 
+# ---------------------------------------------------------------- Deepgram
+
+
+def _deepgram_live(samples: Samples) -> Iterator[Timed]:
+    yield from in_time(pcm(samples), 2 * SAMPLE_RATE_HZ)
+    yield len(samples) / SAMPLE_RATE_HZ, '{"type": "CloseStream"}'
+
+
+def _deepgram_text(frames: list[Frame]) -> str:
+    results = [json.loads(frame) for frame in frames]
+    finals = [result for result in results if result["type"] == "Results" and result["is_final"]]
+    texts = [final["channel"]["alternatives"][0]["transcript"] for final in finals]
+    return " ".join(text for text in texts if text)
+
+
+_LISTEN = {"model": "nova-3", "encoding": "linear16", "sample_rate": "16000", "punctuate": "true"}
+
 RECIPES: Mapping[str, Recipe] = {
+    "deepgram": Recipe(
+        lambda house: deepgram.open_door(knock("/v1/listen", **_LISTEN), house).door,
+        _deepgram_live,
+        _deepgram_text,
+        _native_live,
+    ),
     "openai_realtime": Recipe(
         lambda house: openai_realtime.open_door(knock("/v1/realtime"), house).door,
         _realtime_live,

@@ -35,6 +35,7 @@ from vad.framer import WINDOW_SAMPLES
 FRAME_S = 0.02
 SPEECH_WINDOWS, PAUSE_WINDOWS = 94, 31  # three seconds of speech, one of silence
 NATIVE = "native, binary"
+LISTEN_PATH = "/v1/listen?model=nova-3&encoding=linear16&sample_rate=16000&interim_results=true&punctuate=true"
 
 
 class RhythmDetector:
@@ -75,6 +76,7 @@ def recipes() -> list[Recipe]:
         Recipe("native, μ-law, 8 kHz", "/v1/stream", [hello("mulaw", 8_000)], tone("mulaw", 8_000)),
         Recipe("native, 24 kHz", "/v1/stream", [hello("s16le", 24_000)], tone("s16le", 24_000)),
         Recipe("native, 48 kHz", "/v1/stream", [hello("s16le", 48_000)], tone("s16le", 48_000)),
+        Recipe("Deepgram, binary", LISTEN_PATH, [], tone("s16le", 16_000)),
         Recipe("OpenAI, base64, 16 kHz", "/v1/realtime", [update("pcm", 16_000)], append("s16le", 16_000)),
         Recipe("OpenAI, base64, 24 kHz", "/v1/realtime", [update("pcm", 24_000)], append("s16le", 24_000)),
         Recipe("OpenAI, base64, μ-law, 8 kHz", "/v1/realtime", [update("pcmu", 8_000)], append("mulaw", 8_000)),

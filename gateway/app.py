@@ -18,9 +18,9 @@ from starlette.staticfiles import StaticFiles
 from starlette.websockets import WebSocket
 
 from gateway.config import Config, ConfigError
-from gateway.doors import deepgram, native, openai_realtime, openai_rest
+from gateway.doors import deepgram, deepgram_file, native, openai_realtime, openai_rest
 from gateway.doors.door import AdmissionError, DoorKind
-from gateway.exchange import Upload, exchange, read_form
+from gateway.exchange import Upload, exchange, read_body, read_form
 from gateway.keys import Keys
 from gateway.messages import MAX_FRAME_BYTES
 from gateway.metrics import CONTENT_TYPE
@@ -39,7 +39,9 @@ WEBSOCKET_DOORS: Mapping[str, DoorKind] = {
 REQUEST_DOORS: Mapping[str, tuple[DoorKind, Callable[[Request], Awaitable[Upload]]]] = {
     "/v1/audio/transcriptions": (openai_rest, read_form),
     "/v1/audio/translations": (openai_rest, read_form),
+    "/v1/listen": (deepgram_file, read_body),
 }
+GRANT_LIFE_S = 30  # upstream's own
 PING_INTERVAL_S = 20.0
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo_web"
 
@@ -101,7 +103,22 @@ def _doors(server: Server) -> list[BaseRoute]:
         *(websocket_route(path, kind) for path, kind in WEBSOCKET_DOORS.items()),
         *(request_route(path, kind, read) for path, (kind, read) in REQUEST_DOORS.items()),
         Route("/v1/realtime/client_secrets", _client_secrets(server), methods=["POST"]),
+        Route("/v1/auth/grant", _grant(server), methods=["POST"]),
     ]
+
+
+def _grant(server: Server) -> Callable[[Request], Awaitable[Response]]:
+    """Passes in the shape of Deepgram's."""
+
+    async def issue(request: Request) -> Response:
+        knock = knock_of(request)
+        if not server.keys.is_lasting(deepgram.key_of(knock)):
+            error = AdmissionError(401, "invalid_api_key", "no lasting key of this server was shown")
+            return server.refusal(deepgram, error, knock)
+        token = server.keys.issue({}, int(knock.at_unix_s) + GRANT_LIFE_S)
+        return JSONResponse({"access_token": token, "expires_in": GRANT_LIFE_S})
+
+    return issue
 
 
 def _client_secrets(server: Server) -> Callable[[Request], Awaitable[Response]]:

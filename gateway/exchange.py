@@ -173,6 +173,13 @@ async def _read_within(request: Request, read: Callable[[Request], Awaitable[Upl
         raise AdmissionError(400, "incomplete_request", "the request broke off") from error
 
 
+async def read_body(request: Request) -> Upload:
+    """A request whose body is the recording."""
+    if request.headers.get("content-type", "").startswith("application/json"):
+        raise AdmissionError(400, "unsupported_source", "recordings are not fetched from a url here: send their bytes")
+    return Upload(await request.body())
+
+
 async def read_form(request: Request) -> Upload:
     """A multipart form with a field ``file``."""
     try:

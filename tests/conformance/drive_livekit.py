@@ -32,6 +32,10 @@ def plugin_of(arguments: argparse.Namespace, session: aiohttp.ClientSession) -> 
         case "realtime-local-vad":  # the model's name makes the plugin run its own detector and commit
             url = f"http://{arguments.address}/v1"
             return openai.STT(base_url=url, api_key=arguments.key, model="gpt-realtime-whisper")
+        case "deepgram":
+            from livekit.plugins import deepgram
+
+            return deepgram.STT(api_key=arguments.key, base_url=f"http://{arguments.address}/v1/listen", model="nova-3")
         case "rest":
             return openai.STT(base_url=f"http://{arguments.address}/v1", api_key=arguments.key, model="whisper-1")
         case _:

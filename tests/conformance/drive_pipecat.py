@@ -72,6 +72,10 @@ def service_of(arguments: argparse.Namespace) -> list[FrameProcessor]:
         case "realtime-local-vad":
             url = f"ws://{arguments.address}/v1/realtime"
             return [local_vad(), OpenAIRealtimeSTTService(api_key=arguments.key, base_url=url)]
+        case "deepgram":
+            from pipecat.services.deepgram.stt import DeepgramSTTService
+
+            return [local_vad(), DeepgramSTTService(api_key=arguments.key, base_url=f"ws://{arguments.address}")]
         case "rest":
             url = f"http://{arguments.address}/v1"
             return [local_vad(), OpenAISTTService(api_key=arguments.key, base_url=url)]

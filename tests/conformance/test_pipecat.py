@@ -48,6 +48,17 @@ def test_a_local_vad_commits_and_each_commit_gives_a_final(
     assert error_rate(speech_text, finals(seen)) <= MAX_ERROR_RATE
 
 
+@pytest.mark.proves(client="pipecat-ai", door="Deepgram live", feature="interim frames")
+@pytest.mark.proves(client="pipecat-ai", door="Deepgram live", feature="Finalize by Pipecat's own VAD")
+def test_deepgrams_service_finalizes_at_the_end_of_each_turn(
+    server_address: str, speech_file_16k: Path, speech_text: str
+) -> None:
+    seen = frames(server_address, speech_file_16k, "deepgram")
+    kinds = [frame["frame"] for frame in seen]
+    assert "InterimTranscriptionFrame" in kinds and "ErrorFrame" not in kinds
+    assert error_rate(speech_text, finals(seen)) <= MAX_ERROR_RATE
+
+
 @pytest.mark.proves(client="pipecat-ai", door="OpenAI REST", feature="a turn as a recording")
 def test_a_turn_sent_as_a_recording_comes_back_as_text(
     server_address: str, speech_file_16k: Path, speech_text: str

@@ -127,6 +127,15 @@ def test_an_engine_that_fails_is_an_error(engine: ScriptedEngine) -> None:
     assert answer.status_code == 500 and answer.json()["error"]["code"] == "decode_failed"
 
 
+def test_deepgrams_requests_have_the_recording_as_their_body(address: str) -> None:
+    url = f"http://{address}/v1/listen?model=nova-3"
+    answer = httpx2.post(url, content=wav(speech(2.0)), headers={"Content-Type": "audio/wav"}, timeout=DEADLINE_S)
+    assert answer.headers["dg-request-id"]
+    assert answer.json()["results"]["channels"][0]["alternatives"][0]["transcript"] == "it was the best of times"
+    refused = httpx2.post(url, json={"url": "http://127.0.0.1/x.wav"})
+    assert refused.status_code == 400 and "bytes" in refused.json()["err_msg"] and refused.headers["dg-error"]
+
+
 def test_models_are_listed_as_openai_has_it_and_one_by_one(address: str) -> None:
     listed = httpx2.get(f"http://{address}/v1/models").json()
     assert listed["object"] == "list" and listed["data"][0]["id"] == "scripted"

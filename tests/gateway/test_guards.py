@@ -112,6 +112,22 @@ def test_a_pass_for_a_browser_opens_one_door_with_its_session_and_makes_no_other
             assert httpx2.post(url, json=wrong, headers=headers).status_code == 400
 
 
+def test_a_grant_of_deepgrams_shape_opens_its_door(engine) -> None:
+    query = "model=nova-3&encoding=linear16&sample_rate=16000"
+    with served(engine, keys=[KEY]) as address:
+        grant = f"http://{address}/v1/auth/grant"
+        assert httpx2.post(grant).status_code == 401
+        made = httpx2.post(grant, headers={"Authorization": f"Token {KEY}"}).json()
+        assert made["expires_in"] == 30
+        with pytest.raises(InvalidStatus) as caught:
+            connect(f"ws://{address}/v1/listen?{query}", subprotocols=["token", "wrong"])
+        assert caught.value.response.status_code == 401 and caught.value.response.headers["dg-error"]
+        with connect(f"ws://{address}/v1/listen?{query}", subprotocols=["bearer", made["access_token"]]) as stream:
+            assert stream.subprotocol == "bearer" and stream.response.headers["dg-request-id"]
+            stream.send('{"type":"CloseStream"}')
+            assert hear(stream, "Metadata")["channels"] == 1
+
+
 def test_a_key_never_reaches_the_log(engine, caplog, monkeypatch) -> None:
     """Not even that of a session which ends with a fault."""
     caplog.set_level(logging.DEBUG)
