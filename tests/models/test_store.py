@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -23,6 +25,7 @@ from models.store import (
     recording,
 )
 
+REPOSITORY = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -165,6 +168,17 @@ def test_repository_with_a_commit_is_quiet(hub: Hub, caplog: pytest.LogCaptureFi
 def test_hub_that_can_not_be_reached_names_the_command() -> None:
     with pytest.raises(ModelUnavailableError, match=r"outgoing traffic .* senseway pull whisper-small$"):
         find_model("whisper-small", fetch_missing=False)
+
+
+def test_the_hubs_offline_mode_is_respected() -> None:
+    program = "from models.store import find_model\nfind_model('someone/whisper-of-mine')"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "ModelUnavailableError: someone/whisper-of-mine@main is not cached, nor was it fetched" in done.stderr
+    assert "HF_HUB_OFFLINE" in done.stderr
 
 
 def test_without_the_hub_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
