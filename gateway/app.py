@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.websockets import WebSocket
 
 from gateway.config import Config, ConfigError
-from gateway.doors import deepgram, deepgram_file, native, openai_realtime, openai_rest
+from gateway.doors import deepgram, deepgram_file, deepgram_turns, native, openai_realtime, openai_rest
 from gateway.doors.door import AdmissionError, DoorKind
 from gateway.exchange import Upload, exchange, read_body, read_form
 from gateway.keys import Keys
@@ -35,6 +35,7 @@ WEBSOCKET_DOORS: Mapping[str, DoorKind] = {
     "/v1/stream": native,
     "/v1/realtime": openai_realtime,
     "/v1/listen": deepgram,
+    "/v2/listen": deepgram_turns,
 }
 REQUEST_DOORS: Mapping[str, tuple[DoorKind, Callable[[Request], Awaitable[Upload]]]] = {
     "/v1/audio/transcriptions": (openai_rest, read_form),

@@ -42,6 +42,11 @@ class UtteranceOver:
 
 
 @dataclass(frozen=True, slots=True)
+class SentencePaused:
+    """The speaker pauses behind words that read as a finished sentence: the utterance may well be over soon."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resume:
     """The client wants another session back: attach this connection to it, or refuse with ``unknown_session``."""
 
@@ -57,5 +62,5 @@ class Close:
     reason: str
 
 
-Effect = Send | OpenStream | CloseStream | UtteranceOver | Resume | Close
-Said = ServerMessage | UtteranceOver | Close  # what a door hears of it
+Effect = Send | OpenStream | CloseStream | UtteranceOver | SentencePaused | Resume | Close
+Said = ServerMessage | UtteranceOver | SentencePaused | Close  # what a door hears of it

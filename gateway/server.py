@@ -39,7 +39,7 @@ from gateway.doors.door import (
     Say,
     Tell,
 )
-from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Said, Send, UtteranceOver
+from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Said, Send, SentencePaused, UtteranceOver
 from gateway.errors import ClientError, ServerError
 from gateway.keys import Keys
 from gateway.limits import Allowance
@@ -632,7 +632,7 @@ class Server:
             match effect:
                 case Send(message):
                     self._hear(seat, message)
-                case Close() | UtteranceOver():
+                case Close() | UtteranceOver() | SentencePaused():
                     self._hear(seat, effect)
                 case OpenStream():
                     self._spawn(self._open(seat, effect))

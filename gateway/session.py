@@ -19,7 +19,7 @@ from msgspec import UnsetType, structs
 from numpy.typing import NDArray
 
 from gateway.config import SessionConfig
-from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Send, UtteranceOver
+from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Send, SentencePaused, UtteranceOver
 from gateway.errors import ERRORS, ClientError
 from gateway.ingest import AudioFormat, Ingest, suspect, suspect_pace
 from gateway.messages import (
@@ -400,9 +400,11 @@ class Session:
         """The engine's answer to the decode handed out."""
         head = self._spoken[0]
         segments = head.utterance.decoded(hypothesis)
-        if head.sentence_hangover_ms is not None and head is self._spoken[-1] and head.utterance.reads_complete:
+        if head is not self._spoken[-1] or head.utterance.is_over or not head.utterance.reads_complete:
+            return self._transcribed(segments, now_s)
+        if head.sentence_hangover_ms is not None:
             self._gate.hurry(head.sentence_hangover_ms)
-        return self._transcribed(segments, now_s)
+        return [*self._transcribed(segments, now_s), SentencePaused()]
 
     def decode_failed(self, message: str, now_s: float) -> list[Effect]:
         """The engine failed on the decode handed out."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gateway.doors.door import Door, DoorEffect, Drop, Frame, Leave, Open, Refuse, Say, Tell
-from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Said, Send, UtteranceOver
+from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Said, Send, SentencePaused, UtteranceOver
 from gateway.messages import Input, ServerMessage
 from gateway.session import DecodeJob, Session
 from streaming.engine import EngineStream, SpeechEngine
@@ -102,7 +102,7 @@ class Simulation:
                 case Close():
                     self.seen.append(Seen(now_s, effect))
                     self._hear(effect, now_s)
-                case UtteranceOver():
+                case UtteranceOver() | SentencePaused():
                     self._hear(effect, now_s)
                 case OpenStream(stream_id, _, options):
                     self._streams[stream_id] = self._engine.open(options)

@@ -19,7 +19,7 @@ from gateway.doors.door import (
     Say,
     Tell,
 )
-from gateway.effects import Close, Said, UtteranceOver
+from gateway.effects import Close, Said, SentencePaused, UtteranceOver
 from gateway.errors import ERRORS, ClientError, GatewayError
 from gateway.messages import Ack, Error, Partial, ServerMessage
 
@@ -51,7 +51,7 @@ class NativeDoor:
     def heard(self, track: int, said: Said, now_s: float) -> list[DoorEffect]:
         """Everything the protocol has a message for."""
         match said:
-            case UtteranceOver():
+            case UtteranceOver() | SentencePaused():
                 return []
             case Close():
                 return [said]

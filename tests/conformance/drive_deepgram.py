@@ -58,6 +58,28 @@ async def live(arguments: argparse.Namespace) -> None:
         await listening
 
 
+async def turns(arguments: argparse.Namespace) -> None:
+    """A recording in real time through the turn-based protocol."""
+    client = AsyncDeepgramClient(api_key=arguments.key, environment=environment_of(arguments.address))
+    with wave.open(arguments.file) as file:
+        rate_hz, pcm = file.getframerate(), file.readframes(file.getnframes())
+    async with client.listen.v2.connect(
+        model="flux-general-en", encoding="linear16", sample_rate=str(rate_hz), eager_eot_threshold="0.5"
+    ) as connection:
+
+        async def listen() -> None:
+            async for message in connection:
+                tell(message)
+
+        listening = asyncio.create_task(listen())
+        step = 2 * round(FRAME_S * rate_hz)
+        for at in range(0, len(pcm), step):
+            await connection.send_media(pcm[at : at + step])
+            await asyncio.sleep(FRAME_S / arguments.pace)
+        await connection.send_close_stream()
+        await listening
+
+
 def recording(arguments: argparse.Namespace) -> None:
     """A file by POST."""
     client = DeepgramClient(api_key=arguments.key, environment=environment_of(arguments.address))
@@ -71,16 +93,19 @@ def recording(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """See the flags."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("live", "recording"))
+    parser.add_argument("what", choices=("live", "turns", "recording"))
     parser.add_argument("--address", required=True)
     parser.add_argument("--file", required=True)
     parser.add_argument("--key", default="unused")
     parser.add_argument("--pace", type=float, default=1.0, help="times real time")
     arguments = parser.parse_args()
-    if arguments.what == "live":
-        asyncio.run(live(arguments))
-    else:
-        recording(arguments)
+    match arguments.what:
+        case "live":
+            asyncio.run(live(arguments))
+        case "turns":
+            asyncio.run(turns(arguments))
+        case "recording":
+            recording(arguments)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,12 @@ def plugin_of(arguments: argparse.Namespace, session: aiohttp.ClientSession) -> 
             from livekit.plugins import deepgram
 
             return deepgram.STT(api_key=arguments.key, base_url=f"http://{arguments.address}/v1/listen", model="nova-3")
+        case "deepgram-flux":
+            from livekit.plugins import deepgram
+
+            return deepgram.STTv2(
+                api_key=arguments.key, base_url=f"http://{arguments.address}/v2/listen", model="flux-general-en"
+            )
         case "rest":
             return openai.STT(base_url=f"http://{arguments.address}/v1", api_key=arguments.key, model="whisper-1")
         case _:

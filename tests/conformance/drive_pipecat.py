@@ -76,6 +76,10 @@ def service_of(arguments: argparse.Namespace) -> list[FrameProcessor]:
             from pipecat.services.deepgram.stt import DeepgramSTTService
 
             return [local_vad(), DeepgramSTTService(api_key=arguments.key, base_url=f"ws://{arguments.address}")]
+        case "deepgram-flux":
+            from pipecat.services.deepgram.flux.stt import DeepgramFluxSTTService
+
+            return [DeepgramFluxSTTService(api_key=arguments.key, url=f"ws://{arguments.address}/v2/listen")]
         case "rest":
             url = f"http://{arguments.address}/v1"
             return [local_vad(), OpenAISTTService(api_key=arguments.key, base_url=url)]

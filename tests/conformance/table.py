@@ -27,6 +27,7 @@ KINDS = {
 # What a protocol has no words for, by door and kind; beside the tests that show the rest of the kind.
 BEYOND = {
     ("deepgram", "K"): "no resuming",
+    ("deepgram_turns", "K"): "no resuming",
     ("openai_realtime", "K"): "no resuming",
     ("openai_rest", "C"): "no flush: a request is whole",
     ("openai_rest", "K"): "no settings that change, no resuming",

@@ -44,6 +44,20 @@ def test_a_live_stream_gives_start_interim_final_and_end(
     assert error_rate(speech_text, said) <= MAX_ERROR_RATE
 
 
+@pytest.mark.proves(client="deepgram-sdk", door="Deepgram turns", feature="every message parsed to its own class")
+def test_a_stream_of_turns_starts_and_ends_each(server_address: str, speech_file_16k: Path, speech_text: str) -> None:
+    seen = messages(server_address, speech_file_16k, "turns")
+    assert {message["type"]: message["class"] for message in seen} == {
+        "Connected": "ListenV2Connected",
+        "TurnInfo": "ListenV2TurnInfo",
+    }
+    assert [message["sequence_id"] for message in seen] == list(range(len(seen)))
+    events = [message["event"] for message in seen if message["type"] == "TurnInfo"]
+    assert events[0] == "StartOfTurn" and events[-1] == "EndOfTurn" and "Update" in events
+    said = " ".join(message["transcript"] for message in seen if message.get("event") == "EndOfTurn")
+    assert error_rate(speech_text, said) <= MAX_ERROR_RATE
+
+
 @pytest.mark.proves(client="deepgram-sdk", door="Deepgram prerecorded", feature="words, utterances, paragraphs")
 def test_a_recording_comes_back_as_text(server_address: str, speech_file: Path, speech_text: str) -> None:
     [answer] = messages(server_address, speech_file, "recording")

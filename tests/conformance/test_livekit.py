@@ -60,6 +60,18 @@ def test_deepgrams_plugin_gives_start_interim_final_and_end(
     assert all(final["n_words"] and final["start_s"] < final["end_s"] for final in finals)
 
 
+@pytest.mark.proves(client="livekit-agents", door="Deepgram turns", feature="start, interim, final and end of speech")
+def test_deepgrams_turn_plugin_gives_start_interim_final_and_end(
+    server_address: str, speech_file_16k: Path, speech_text: str
+) -> None:
+    seen = events(server_address, speech_file_16k, "deepgram-flux")
+    kinds = [event["event"] for event in seen]
+    assert kinds[0] == "start_of_speech" and "interim_transcript" in kinds
+    assert kinds.count("start_of_speech") == kinds.count("end_of_speech")
+    finals = [event["text"] for event in seen if event["event"] == "final_transcript"]
+    assert error_rate(speech_text, " ".join(finals)) <= MAX_ERROR_RATE
+
+
 @pytest.mark.proves(client="livekit-agents", door="OpenAI REST", feature="a turn as a recording")
 def test_a_recording_comes_back_as_text(server_address: str, speech_file: Path, speech_text: str) -> None:
     [event] = events(server_address, speech_file, "rest")

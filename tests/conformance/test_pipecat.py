@@ -59,6 +59,17 @@ def test_deepgrams_service_finalizes_at_the_end_of_each_turn(
     assert error_rate(speech_text, finals(seen)) <= MAX_ERROR_RATE
 
 
+@pytest.mark.proves(client="pipecat-ai", door="Deepgram turns", feature="start and end of turns, final text")
+def test_deepgrams_turn_service_gives_turns_and_their_text(
+    server_address: str, speech_file_16k: Path, speech_text: str
+) -> None:
+    seen = frames(server_address, speech_file_16k, "deepgram-flux")
+    kinds = [frame["frame"] for frame in seen]
+    assert "ErrorFrame" not in kinds and kinds[0] == "ProposedUserStartedSpeakingFrame"
+    assert kinds.count("ProposedUserStartedSpeakingFrame") == kinds.count("ProposedUserStoppedSpeakingFrame")
+    assert error_rate(speech_text, finals(seen)) <= MAX_ERROR_RATE
+
+
 @pytest.mark.proves(client="pipecat-ai", door="OpenAI REST", feature="a turn as a recording")
 def test_a_turn_sent_as_a_recording_comes_back_as_text(
     server_address: str, speech_file_16k: Path, speech_text: str
