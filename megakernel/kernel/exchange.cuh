@@ -1,39 +1,35 @@
 // How SMs hand values to each other: 8-byte words {payload, epoch}, polled until the epoch is the awaited one. The value
-// is its own flag, so no fence, counter or reset is needed. Every wait has a limit; past it the SM raises a fault, and
+// is its own flag, so no fence, counter or reset is needed. Every wait has a limit; past it the SM is dead, and
 // from then on nobody waits: the step runs out on whatever it finds and the loop leaves.
 #pragma once
 
 #include "machine.cuh"
 
 // The first fault of all SMs is the one that the host reads.
-__device__ __forceinline__ void note_fault(const Machine m, u32 kind, u32 epoch) {
+__device__ __noinline__ void note_fault(const Machine m, u32 kind, u32 phase) {
     u32* control = m.at<u32>(PARAMETER_CONTROL);
     if (atomicCAS(control + CONTROL_ABORT, 0u, 1u) != 0u) return;
     control[CONTROL_FAULT_KIND] = kind;
     control[CONTROL_FAULT_SM] = m.sm();
-    control[CONTROL_FAULT_PHASE] = m.phase;
-    control[CONTROL_FAULT_EPOCH] = epoch;
+    control[CONTROL_FAULT_PHASE] = phase;
+    control[CONTROL_FAULT_EPOCH] = m.epoch;
     __threadfence_system();
 }
 
-__device__ __noinline__ void raise(const Machine m, u32 kind, u32 epoch) {
-    m.misc().dead = 1;
-    note_fault(m, kind, epoch);
+__device__ __noinline__ void raise(const Machine m, u32 kind) {
+    note_fault(m, kind, m.phase);
+    m.misc().dead = 1 + m.phase;
 }
 
-struct Wait {  // one thread's patience
-    u32 polls = 0, since = 0;  // microseconds, as far as 32 bits count them
+struct Wait {  // one thread's patience, counted in polls of about a microsecond
+    u32 polls = 0;
 
-    // Whether to give up. Cheap, called after each poll that failed.
-    __device__ __forceinline__ bool is_over(const Machine m, u32 epoch, bool limited = true) {
+    // Whether to give up; called after each poll that failed. There are many places that wait, so this is short: the
+    // fault is noted when the step has run out.
+    __device__ __forceinline__ bool is_over(const Machine m) {
         if (m.misc().dead) return true;
-        if ((++polls & 255) != 0) return false;
-        const u32 now = (u32)(clock_ns() >> 10);
-        if (since == 0) since = now;
-        const bool late = limited && now - since > (u32)(m.number(PARAMETER_SPIN_NS) >> 10);
-        if (!late && load_gpu(m.at<u32>(PARAMETER_CONTROL) + CONTROL_ABORT) == 0) return false;
-        m.misc().dead = 1;
-        if (late) note_fault(m, FAULT_KIND_TIMEOUT, epoch);
+        if (++polls < m.misc().patience) return false;
+        m.misc().dead = 1 + m.phase;
         return true;
     }
 };
@@ -54,7 +50,7 @@ __device__ __forceinline__ Pair peek_pair(const u64* p) {
 __device__ __forceinline__ void settle(const Machine m, const u64* p, u32 epoch, Pair& pair) {
     Wait wait;
     while (pair.first_epoch != epoch || pair.second_epoch != epoch) {
-        if (wait.is_over(m, epoch)) break;
+        if (wait.is_over(m)) break;
         pair = peek_pair(p);
     }
 }
@@ -71,11 +67,21 @@ __device__ __forceinline__ u64 peek(const u64* p) {
     return word;
 }
 
-__device__ __forceinline__ u32 take(const Machine m, const u64* p, u32 epoch, bool limited = true) {
+__device__ __forceinline__ u32 take(const Machine m, const u64* p, u32 epoch) {
     Wait wait;
     u64 word = peek(p);
     while ((u32)(word >> 32) != epoch) {
-        if (wait.is_over(m, epoch, limited)) break;
+        if (wait.is_over(m)) break;
+        word = peek(p);
+    }
+    return (u32)word;
+}
+
+// Without limit of time, until somebody raises a fault.
+__device__ __forceinline__ u32 take_some_day(const Machine m, const u64* p, u32 epoch) {
+    u64 word = peek(p);
+    for (u32 polls = 1; (u32)(word >> 32) != epoch && !m.misc().dead; polls++) {
+        if ((polls & 63) == 0 && load_gpu(m.at<u32>(PARAMETER_CONTROL) + CONTROL_ABORT) != 0) m.misc().dead = 1 + m.phase;
         word = peek(p);
     }
     return (u32)word;

@@ -61,6 +61,7 @@ template <int K>
 __device__ __forceinline__ void load_rows(const Machine m, u32 n_rows, u32 flags, u32 input, u32 epoch) {
     constexpr u32 PIECES = K / STATS_ELEMENTS, AHEAD = 4;
     const u32 n_pieces = n_rows * PIECES;
+    const u64* from = row_words(m, input, K, 0) + m.lane() * 2;
     if (K == WIDTH && (flags & FLAG_EMBED)) {
 #pragma unroll 1
         for (u32 piece = m.warp(); piece < n_pieces; piece += N_WARPS) {
@@ -70,29 +71,21 @@ __device__ __forceinline__ void load_rows(const Machine m, u32 n_rows, u32 flags
         }
     } else if (n_pieces <= N_WARPS) {
         if (m.warp() < n_pieces) {
-            const u64* from = row_words(m, input, K, m.warp() / PIECES) + (m.warp() % PIECES) * (STATS_ELEMENTS / 2) + m.lane() * 2;
-            const Pair pair = take_pair(m, from, epoch);
+            const Pair pair = take_pair(m, from + m.warp() * (STATS_ELEMENTS / 2), epoch);
             *(uint2*)(m.x() + (m.warp() / PIECES) * x_stride(K) + ((m.warp() % PIECES) * STATS_ELEMENTS + m.lane() * 4) * 2) =
                 make_uint2(pair.first, pair.second);
         }
     } else {
 #pragma unroll 1
         for (u32 first = m.warp(); first < n_pieces; first += AHEAD * N_WARPS) {
-            Pair pairs[AHEAD];
-            const u64* from[AHEAD];
+            Pair pairs[AHEAD];  // past the end the last piece again: a second store of the same costs less than branches
+#pragma unroll
+            for (u32 i = 0; i < AHEAD; i++)  // a row's words lie behind the last one's
+                pairs[i] = peek_pair(from + min(first + i * N_WARPS, n_pieces - 1) * (STATS_ELEMENTS / 2));
 #pragma unroll
             for (u32 i = 0; i < AHEAD; i++) {
-                const u32 piece = first + i * N_WARPS;
-                if (piece < n_pieces) {
-                    from[i] = row_words(m, input, K, piece / PIECES) + (piece % PIECES) * (STATS_ELEMENTS / 2) + m.lane() * 2;
-                    pairs[i] = peek_pair(from[i]);
-                }
-            }
-#pragma unroll
-            for (u32 i = 0; i < AHEAD; i++) {
-                const u32 piece = first + i * N_WARPS;
-                if (piece >= n_pieces) break;
-                settle(m, from[i], epoch, pairs[i]);
+                const u32 piece = min(first + i * N_WARPS, n_pieces - 1);
+                settle(m, from + piece * (STATS_ELEMENTS / 2), epoch, pairs[i]);
                 *(uint2*)(m.x() + (piece / PIECES) * x_stride(K) + ((piece % PIECES) * STATS_ELEMENTS + m.lane() * 4) * 2) =
                     make_uint2(pairs[i].first, pairs[i].second);
             }
@@ -113,28 +106,25 @@ __device__ __forceinline__ void load_rows(const Machine m, u32 n_rows, u32 flags
 // Tiles ``first`` to ``first + n`` of every warp's slice of K into shared memory, slice after slice.
 template <int K, int K_WARPS>
 __device__ __forceinline__ void load_part(const Machine m, u32 n_rows, u32 input, u32 epoch, int first, int n) {
-    constexpr int AHEAD = 4;
+    constexpr u32 AHEAD = 2;
     const u32 per_slice = n * (TILE_K / 4), per_row = K_WARPS * per_slice, n_items = n_rows * per_row;
+    const u64* from = row_words(m, input, K, 0) + first * (TILE_K / 2);
+#pragma unroll 1
     for (u32 begin = m.thread(); begin < n_items; begin += AHEAD * N_THREADS) {
         Pair pairs[AHEAD];
-        const u64* from[AHEAD];
-        unsigned char* to[AHEAD];
+        u32 at[AHEAD], to[AHEAD];
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            u32 item = begin + i * N_THREADS;
-            if (item < n_items) {
-                u32 row = item / per_row, rest = item % per_row, slice = rest / per_slice, o = rest % per_slice;
-                u32 element = slice * Shape<K, K_WARPS>::SLICE + first * TILE_K + o * 4;
-                from[i] = row_words(m, input, K, row) + element / 2;
-                to[i] = m.x() + row * x_stride(K_WARPS * n * TILE_K) + (slice * n * TILE_K + o * 4) * 2;
-                pairs[i] = peek_pair(from[i]);
-            }
+        for (u32 i = 0; i < AHEAD; i++) {
+            const u32 item = min(begin + i * N_THREADS, n_items - 1);
+            const u32 row = item / per_row, rest = item % per_row, slice = rest / per_slice, o = rest % per_slice;
+            at[i] = row * (K / 2) + slice * (Shape<K, K_WARPS>::SLICE / 2) + o * 2;
+            to[i] = row * x_stride(K_WARPS * n * TILE_K) + (slice * n * TILE_K + o * 4) * 2;
+            pairs[i] = peek_pair(from + at[i]);
         }
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            if (begin + i * N_THREADS >= n_items) break;
-            settle(m, from[i], epoch, pairs[i]);
-            *(uint2*)to[i] = make_uint2(pairs[i].first, pairs[i].second);
+        for (u32 i = 0; i < AHEAD; i++) {
+            settle(m, from + at[i], epoch, pairs[i]);
+            *(uint2*)(m.x() + to[i]) = make_uint2(pairs[i].first, pairs[i].second);
         }
     }
 }

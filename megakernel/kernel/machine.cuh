@@ -160,8 +160,11 @@ struct Misc {
     Parameters parameters;
     uint4 streams[N_WARPS];  // between the phases that read weights
     State state;
-    volatile u32 dead;  // a fault: nobody waits any more
+    volatile u32 dead;  // 1 + the phase of a fault: nobody waits any more
+    u32 patience;       // polls
     u32 door;
+    u32 owner;       // the phase whose task says which elements of the residual stream are this SM's
+    u32 head_phase;
     u32 idle_leave;
     uint4 zeros[ZERO_BYTES / 16];    // what stands for the activations of rows that are not
     float2 norm[2][MAX_ROWS];        // mean and 1 / deviation of the row, by parity of the phase
@@ -184,23 +187,19 @@ static_assert(TARGET_ROWS * (WIDTH * 2 + X_ROW_PAD_BYTES) <= X_BYTES, "the rows 
 
 extern __shared__ __align__(128) unsigned char shared[];  // ring, activations, sums, Misc
 
-// What every body is given. All but two numbers lies at fixed places in shared memory, so that a call passes little.
+// What every body is given. All but two numbers lies at fixed places in shared memory: bodies are calls, and what lives
+// across a call is lost to the registers of what is called. Inlined into one loop they would spill.
 struct Machine {
     u32 epoch;  // of this step: phases publish epoch + EPOCH
     u32 phase;
-    u32 index;  // of the thread
-
-    // What bodies derive from the index the compiler would otherwise keep from phase to phase, in registers that there
-    // are not: behind this, which is no instruction, it knows nothing of it any more.
-    __device__ __forceinline__ void forget() { asm volatile("" : "+r"(index)); }
 
     static __device__ __forceinline__ unsigned char* x() { return shared + RING_BYTES; }  // activations; scores
     static __device__ __forceinline__ float* sums() { return (float*)(shared + RING_BYTES + X_BYTES); }
     static __device__ __forceinline__ Misc& misc() { return *(Misc*)(shared + RING_BYTES + X_BYTES + SUMS_BYTES); }
     static __device__ __forceinline__ u32 sm() { return blockIdx.x; }
-    __device__ __forceinline__ u32 thread() const { return index; }
-    __device__ __forceinline__ u32 warp() const { return index >> 5; }
-    __device__ __forceinline__ u32 lane() const { return index & 31; }
+    static __device__ __forceinline__ u32 thread() { return threadIdx.x; }
+    static __device__ __forceinline__ u32 warp() { return threadIdx.x >> 5; }
+    static __device__ __forceinline__ u32 lane() { return threadIdx.x & 31; }
     static __device__ __forceinline__ u64 number(Parameter which) { return misc().parameters.word[which]; }
 
     template <class T>

@@ -17,7 +17,7 @@ __device__ __forceinline__ void emit(const Machine m, u32 kind, u32 slot, u32 ti
 // One look at the host, by one thread of the last SM.
 __device__ __forceinline__ void look_at_door(const Machine m) {
     m.misc().door = load_host(m.at<const u32>(PARAMETER_HOST_DOOR));
-    if (load_host(m.at<const u32>(PARAMETER_HOST_ABORT)) != 0) raise(m, FAULT_KIND_ABORTED, m.epoch);
+    if (load_host(m.at<const u32>(PARAMETER_HOST_ABORT)) != 0) raise(m, FAULT_KIND_ABORTED);
 }
 
 // Copies the commands up to the door, and the requests of slots that open, to where every SM can read them.

@@ -10,16 +10,6 @@
 #include "head.cuh"
 #include "select.cuh"
 
-// The first phase that has ``bits`` in a word, or equals them.
-__device__ __forceinline__ u32 first_phase_with(const Machine m, Phase word, u32 bits, bool equal) {
-#pragma unroll 1
-    for (u32 i = 0; i < N_PHASES; i++) {
-        const u32 value = m.misc().phases[i][word];
-        if (equal ? value == bits : (value & bits) != 0) return i;
-    }
-    return 0;
-}
-
 __device__ __forceinline__ void load_tables(const Machine m) {
     const u32* tasks = m.at<const u32>(PARAMETER_TASKS) + m.sm() * N_PHASES * TASK_WORDS;
     u32* to = &m.misc().tasks[0][0];
@@ -30,6 +20,17 @@ __device__ __forceinline__ void load_tables(const Machine m) {
     const float2* aux = m.at<const float2>(PARAMETER_AUX) + (u64)m.sm() * AUX_GRANULES * GRANULE_ROWS;
     for (u32 i = m.thread(); i < LINEAR_AUX_GRANULES * GRANULE_ROWS; i += N_THREADS) m.misc().aux[i] = __ldg(aux + i);
 #endif
+}
+
+__device__ __noinline__ void find_phases(const Machine m) {
+    if (m.thread() == 0) {
+        m.misc().owner = 0;
+        for (u32 i = N_PHASES; i-- > 0;) {
+            if (m.misc().phases[i][PHASE_FLAGS] & FLAG_RESIDUAL) m.misc().owner = i;
+            if (m.misc().phases[i][PHASE_OP] == OP_HEAD) m.misc().head_phase = i;
+        }
+    }
+    __syncthreads();
 }
 
 __device__ __forceinline__ void load_state(const Machine m) {
@@ -61,8 +62,7 @@ __device__ __forceinline__ void stall_if_asked(const Machine m) {
     m.misc().dead = 1;
 }
 
-// ``owner`` is the phase whose task says which elements of the residual stream are this SM's.
-__device__ __forceinline__ void run_phase(const Machine m, u32 owner) {
+__device__ __forceinline__ void run_phase(const Machine m) {
     const u32 op = m.field(PHASE_OP);
     if (op == OP_SELECT) {
         select(m);
@@ -80,7 +80,7 @@ __device__ __forceinline__ void run_phase(const Machine m, u32 owner) {
     if (k == K) linear<K, K_WARPS>(m);
             LINEAR_SHAPES(RUN)
 #undef RUN
-            if (flags & FLAG_STREAM) begin_residual(m, m.misc().tasks[owner], n_rows);
+            if (flags & FLAG_STREAM) begin_residual(m, m.misc().tasks[m.misc().owner], n_rows);
             break;
         case OP_ATTEND_SELF:
             if (m.sm() == CONTROL_SM && m.thread() == 0 && m.field(PHASE_LAYER) == 0) look_at_door(m);
@@ -104,20 +104,22 @@ __device__ __forceinline__ void run_phase(const Machine m, u32 owner) {
 __device__ __forceinline__ void begin(const Machine m, const Parameters& p) {
     if (m.thread() < PARAMETER_WORDS) m.misc().parameters.word[m.thread()] = p.word[m.thread()];
     if (m.thread() < ZERO_BYTES / 16) m.misc().zeros[m.thread()] = make_uint4(0, 0, 0, 0);
-    if (m.thread() == 0) m.misc().dead = 0;
+    if (m.thread() == 0) {
+        m.misc().dead = 0;
+        m.misc().patience = (u32)(p.word[PARAMETER_SPIN_NS] >> 10);
+    }
     __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const __grid_constant__ Parameters p) {
-    Machine m = {0, 0, threadIdx.x};
+    Machine m = {0, 0};
     begin(m, p);
     State& state = m.misc().state;
     start_stream(m, 0);
     load_tables(m);
     load_state(m);
     __syncthreads();
-    const u32 owner = first_phase_with(m, PHASE_FLAGS, FLAG_RESIDUAL, false);
-    const u32 head_phase = first_phase_with(m, PHASE_OP, OP_HEAD, true);
+    find_phases(m);
     if (m.thread() == 0) {
         state.n_steps = 0;
         state.leave = 0;
@@ -132,19 +134,19 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const
         stall_if_asked(m);
         const bool is_idle = state.n_rows == 0;
         if (is_idle) {
-            m.phase = head_phase;
+            m.phase = m.misc().head_phase;
             idle(m);
             __syncthreads();
         }
 #pragma unroll 1
         for (m.phase = is_idle ? N_PHASES - 1 : 0; m.phase < N_PHASES; m.phase++) {
-            m.forget();
-            run_phase(m, owner);
+            run_phase(m);
         }
         if (state.leave != 0 || m.misc().dead) break;
         if (m.sm() == CONTROL_SM && m.thread() == 0) store_host(m.at<u32>(PARAMETER_HOST_BEAT), state.n_steps);
     }
     stop_stream();
+    if (m.misc().dead && m.thread() == 0) note_fault(m, FAULT_KIND_TIMEOUT, m.misc().dead - 1);
     if (m.sm() != CONTROL_SM) return;
     const u32 leave = m.misc().dead ? LEAVE_REASON_FAULT : state.leave;
     if (!m.misc().dead) save_state(m);
@@ -171,13 +173,13 @@ __device__ __forceinline__ u32 tiles_before(const Machine m, u32 phase) {
 }
 
 extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_phase(const __grid_constant__ Parameters p) {
-    Machine m = {0, (u32)p.word[PARAMETER_PHASE], threadIdx.x};
+    Machine m = {0, (u32)p.word[PARAMETER_PHASE]};
     begin(m, p);
     State& state = m.misc().state;
     load_tables(m);
     __syncthreads();
     start_stream(m, tiles_before(m, m.phase));
-    const u32 owner = first_phase_with(m, PHASE_FLAGS, FLAG_RESIDUAL, false);
+    find_phases(m);
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -201,12 +203,13 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_phase(cons
     __syncthreads();
     m.epoch = (u32)m.number(PARAMETER_EPOCH) + state.n_steps * EPOCHS_PER_STEP;
     // SELECT's outcome is read from memory here, so one SM is enough, and no other can meet the state it leaves
-    if (m.field(PHASE_OP) != OP_SELECT || m.sm() == CONTROL_SM) run_phase(m, owner);
+    if (m.field(PHASE_OP) != OP_SELECT || m.sm() == CONTROL_SM) run_phase(m);
     __syncthreads();
     if (flags & (FLAG_RESIDUAL | FLAG_STREAM))
         for (u32 i = m.thread(); i < sizeof(m.misc().residual) / 4; i += N_THREADS)
             __stcg(residual + i, (&m.misc().residual[0][0])[i]);
     stop_stream();
+    if (m.misc().dead && m.thread() == 0) note_fault(m, FAULT_KIND_TIMEOUT, m.misc().dead - 1);
     if (m.sm() != CONTROL_SM || m.field(PHASE_OP) != OP_SELECT) return;
     save_state(m);
     if (m.thread() == 0) leave_counts(m, m.misc().dead ? LEAVE_REASON_FAULT : state.leave);

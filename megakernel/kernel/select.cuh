@@ -145,7 +145,7 @@ __device__ __forceinline__ void accept(const Machine m, Slot& slot, u32 slot_ind
         slot.n_fed = row.position + 1;
         if (row.position + 1 < n_forced) continue;
         if (!pick.found) {
-            raise(m, FAULT_KIND_NOT_FINITE, m.epoch);
+            raise(m, FAULT_KIND_NOT_FINITE);
             return;
         }
         const u32 token = pick.token;
@@ -302,7 +302,7 @@ __device__ __noinline__ void obey(const Machine m, u32 count) {
                 for (u32 s = 0; s < MAX_SLOTS; s++) state.slots[s].active = 0;
         } else if (index >= MAX_SLOTS || (kind != COMMAND_KIND_OPEN && kind != COMMAND_KIND_CANCEL) ||
                    (kind == COMMAND_KIND_OPEN && state.slots[index].active)) {
-            raise(m, FAULT_KIND_BAD_COMMAND, m.epoch);
+            raise(m, FAULT_KIND_BAD_COMMAND);
             return;
         } else if (kind == COMMAND_KIND_OPEN) {
             open_slot(m, index);
@@ -344,7 +344,8 @@ __device__ __forceinline__ void select(const Machine m) {
     const u32 n_rows = m.misc().state.n_rows, epoch = m.epoch + m.field(PHASE_INPUT_EPOCH);
     const Pick* picks = n_rows != 0 ? merge_partials(m) : nullptr;
     if (m.warp() == 0) {
-        const u32 control = take(m, words(m) + CONTROL_WORD, epoch, n_rows != 0);
+        const u64* word = words(m) + CONTROL_WORD;
+        const u32 control = n_rows != 0 ? take(m, word, epoch) : take_some_day(m, word, epoch);
         if (!m.misc().dead) decide(m, picks, control);
     }
     __syncthreads();
