@@ -17,8 +17,18 @@ from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 from starlette.websockets import WebSocket
 
+from gateway.audiosocket import audiosocket_listener
 from gateway.config import Config, ConfigError
-from gateway.doors import deepgram, deepgram_file, deepgram_turns, native, openai_realtime, openai_rest
+from gateway.doors import (
+    calls,
+    deepgram,
+    deepgram_file,
+    deepgram_turns,
+    native,
+    openai_realtime,
+    openai_rest,
+    telephony,
+)
 from gateway.doors.door import AdmissionError, DoorKind
 from gateway.exchange import Upload, exchange, read_body, read_form
 from gateway.keys import Keys
@@ -36,6 +46,10 @@ WEBSOCKET_DOORS: Mapping[str, DoorKind] = {
     "/v1/realtime": openai_realtime,
     "/v1/listen": deepgram,
     "/v2/listen": deepgram_turns,
+    "/v1/calls": calls,
+    "/v1/calls/{call}": calls,
+    "/telephony/{provider}": telephony,
+    "/telephony/{provider}/{key}": telephony,
 }
 REQUEST_DOORS: Mapping[str, tuple[DoorKind, Callable[[Request], Awaitable[Upload]]]] = {
     "/v1/audio/transcriptions": (openai_rest, read_form),
@@ -62,8 +76,11 @@ def build_app(
     engines: Mapping[str, SpeechEngine],
     detector: SpeechDetector | None = None,
     keys: Keys | None = None,
+    twilio_auth_token: str = "",
 ) -> Starlette:
     """The ASGI app that serves ``engines`` (name → engine, the default first) to who shows one of ``keys``, if any.
+
+    With ``twilio_auth_token`` Twilio's media streams must be signed with it.
 
     Raises:
         ConfigError: if a model lacks a capability that ``config`` requires.
@@ -71,12 +88,13 @@ def build_app(
     _check_capabilities(config, engines)
     detector = detector or SileroDetector()
     models = {name: ServedModel(engine.card, engine) for name, engine in engines.items()}
-    server = Server(models, Worker(engines, detector), detector, config, keys)
+    server = Server(models, Worker(engines, detector), detector, config, keys, twilio_auth_token)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         server.start()
-        yield
+        async with audiosocket_listener(server, config.server):
+            yield
         await server.stop()
 
     page = [Mount("/", Page(directory=DEMO_FOLDER, html=True))] if DEMO_FOLDER.is_dir() else []
@@ -209,9 +227,10 @@ class UvicornServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(config: Config, engines: Mapping[str, SpeechEngine], keys: Keys) -> None:
+def run(config: Config, engines: Mapping[str, SpeechEngine], keys: Keys, twilio_auth_token: str = "") -> None:
     """Serve until interrupted."""
-    UvicornServer(uvicorn_config(config, build_app(config, engines, keys=keys))).run()
+    app = build_app(config, engines, keys=keys, twilio_auth_token=twilio_auth_token)
+    UvicornServer(uvicorn_config(config, app)).run()
 
 
 def uvicorn_config(config: Config, app: Starlette) -> uvicorn.Config:

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 ENVIRONMENT_PREFIX = "SENSEWAY_"
 CONFIG_PATH_VARIABLE = "SENSEWAY_CONFIG"
 API_KEYS_VARIABLE = "SENSEWAY_API_KEYS"  # read by `keys`: what is printed and may stand in a file holds no secrets
+TWILIO_TOKEN_VARIABLE = "SENSEWAY_TWILIO_AUTH_TOKEN"  # Twilio's streams must be signed with it
 API_KEY_VARIABLE = "SENSEWAY_API_KEY"  # read by `senseway stream`: the key that a client shows
 CACHE_VARIABLE = "SENSEWAY_CACHE"  # read where files are fetched: a place on this machine, not a matter of deployment
 
-_OTHER_VARIABLES = (CONFIG_PATH_VARIABLE, CACHE_VARIABLE, API_KEYS_VARIABLE, API_KEY_VARIABLE)
+_OTHER_VARIABLES = (CONFIG_PATH_VARIABLE, CACHE_VARIABLE, API_KEYS_VARIABLE, API_KEY_VARIABLE, TWILIO_TOKEN_VARIABLE)
 
 # Any: a TOML value, the text of a variable or a parsed flag; `_coerce` gives it the field's type or refuses it.
 Settings = Mapping[str, Any]
@@ -58,12 +59,15 @@ class ServerConfig:
     max_upload_mb: int = 100  # 1..4096; MiB of a request with a recording
     idle_timeout_s: float = 600.0  # 1..86400; a client that sends nothing for so long is let go
     api_keys_file: str = ""  # one key a line; SENSEWAY_API_KEYS holds some too. Without any, everybody is let in
+    calls_file: str = ""  # gets what is final of every telephone call, one JSON object a line
+    audiosocket_port: int = 0  # 0..65535; TCP, for Asterisk's AudioSocket, without keys; 0: none
     allow_anonymous: bool = False  # listen where others can reach it, without keys
     allowed_origins: tuple[str, ...] = ()  # of web pages elsewhere that may connect, https://app.example say; *: all
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` that names setting, value and range."""
         _check_range("port", self.port, 0, 65_535)
+        _check_range("audiosocket_port", self.audiosocket_port, 0, 65_535)
         _check_range("max_sessions", self.max_sessions, 1, 10_000)
         _check_range("max_messages_per_s", self.max_messages_per_s, 10, 100_000)
         _check_range("max_upload_mb", self.max_upload_mb, 1, 4_096, " MiB")

@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 from msgspec import UnsetType
 from numpy.typing import NDArray
@@ -23,6 +25,7 @@ from starlette.responses import JSONResponse
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from gateway.batcher import Waiting, next_batch
+from gateway.call_log import CallLog
 from gateway.config import Config
 from gateway.doors.door import (
     AdmissionError,
@@ -30,11 +33,13 @@ from gateway.doors.door import (
     DoorEffect,
     DoorKind,
     Drop,
+    Follow,
     Frame,
     House,
     Knock,
     Leave,
     Open,
+    Publish,
     Refuse,
     Say,
     Tell,
@@ -58,6 +63,7 @@ MAX_GREETING = 16  # connections beyond max_sessions that have not said hello ye
 GOODBYE_TIMEOUT_S = 2.0  # for a last message to a client that may no longer read
 RETRY_AFTER_S = 5  # what a client is told that finds no room
 BURST_S = 4  # of messages at the highest rate that one client may send at once
+CALL_LOG_TYPES = ("call_started", "final", "dtmf", "call_ended")
 STUCK_S = 120.0  # no decode takes so long
 LAG_INTERVAL_S = 0.25
 
@@ -132,6 +138,7 @@ class Connection:
         self.door = door
         self.name = name  # of the door, in figures
         self.has_opened = False  # a session, now or earlier
+        self.follows: str | None = None  # a call, or all of them
         self.seats: dict[int, Seat] = {}  # by the door's track
         self.timer: asyncio.TimerHandle | None = None  # of the door
         self._outgoing: deque[Say | Close] = deque()
@@ -217,12 +224,14 @@ class Server:
         detector: SpeechDetector,
         config: Config,
         keys: Keys | None = None,
+        twilio_auth_token: str = "",
     ) -> None:
         self.models = models
         self.house = House(
             cards={name: served.card for name, served in models.items()},
             gate=config.vad,
             session=config.session,
+            twilio_auth_token=twilio_auth_token,
             aliases=dict(alias.split("=", 1) for alias in config.model_aliases),
         )
         self.keys = keys or Keys()
@@ -230,6 +239,7 @@ class Server:
         self._worker = worker
         self._detector = detector
         self._config = config
+        self._call_log = CallLog(Path(config.server.calls_file)) if config.server.calls_file else None
         self._decoding_since_s: float | None = None
         self._n_uploads = 0
         self._seats: dict[str, Seat] = {}
@@ -321,6 +331,8 @@ class Server:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._worker.stop()
+        if self._call_log is not None:
+            self._call_log.close()
 
     # ------------------------------------------------------------------ connections
 
@@ -511,8 +523,21 @@ class Server:
             case Drop(track):
                 if (seat := connection.seats.get(track)) is not None:
                     self._end_seat(seat)
+            case Publish(call_id, event):
+                self._publish(call_id, event)
+            case Follow(call_id):
+                connection.follows, connection.has_opened = call_id, True
             case Close():
                 connection.close(effect)
+
+    def _publish(self, call_id: str, event: Mapping[str, Any]) -> None:
+        """Send an event to every follower of its call, and write down what is final."""
+        text = msgspec.json.encode(event).decode()
+        for follower in list(self._connections):
+            if follower.follows in ("", call_id):
+                self._say(follower, Say(text))
+        if self._call_log is not None and event["type"] in CALL_LOG_TYPES:
+            self._call_log.write(text)
 
     @staticmethod
     def _refuse(session: Session, error: ClientError, now_s: float) -> list[Effect]:

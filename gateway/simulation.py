@@ -7,10 +7,11 @@ model the network, nor that sessions wait for each other.
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from gateway.doors.door import Door, DoorEffect, Drop, Frame, Leave, Open, Refuse, Say, Tell
+from gateway.doors.door import Door, DoorEffect, Drop, Follow, Frame, Leave, Open, Publish, Refuse, Say, Tell
 from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Said, Send, SentencePaused, UtteranceOver
 from gateway.messages import Input, ServerMessage
 from gateway.session import DecodeJob, Session
@@ -149,12 +150,21 @@ class Told:
     frame: Frame | Close
 
 
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a door has published, and when."""
+
+    at_s: float
+    event: Mapping[str, Any]  # Any: JSON
+
+
 class DoorSimulation:
     """Feeds ``door`` and keeps what comes of it in ``told``; ``sessions`` are those it opened, by track."""
 
     def __init__(self, door: Door, open_session: Callable[[float, Callable[[Said, float], None]], Simulation]) -> None:
         """``open_session`` makes the simulation of a session that begins at a time, for one who hears it."""
         self.told: list[Told] = []
+        self.published: list[Published] = []
         self.sessions: dict[int, Simulation] = {}
         self._door = door
         self._open_session = open_session
@@ -211,6 +221,10 @@ class DoorSimulation:
             case Refuse(track, error):
                 session = self.sessions[track]
                 session.carry_out(session.session.refuse(error), now_s)
+            case Publish(_, event):
+                self.published.append(Published(now_s, event))
+            case Follow():
+                raise ValueError("a simulation has one connection, so nobody to follow")
             case Leave(track) | Drop(track):
                 self.sessions.pop(track, None)
 

@@ -2,13 +2,14 @@
 
 import argparse
 import logging
+import os
 import socket
 from pathlib import Path
 from typing import Any
 
 from gateway.commands.failure import CommandError
 from gateway.commands.waiting import waiting
-from gateway.config import Config, ConfigError, ServerConfig, as_toml, load
+from gateway.config import TWILIO_TOKEN_VARIABLE, Config, ConfigError, ServerConfig, as_toml, load
 from gateway.keys import exposure_problem, load_keys
 
 HELP = "serve transcripts over a WebSocket, and a page with a microphone"
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         engines = {name: load_engine(name, n_threads=config.n_threads or None) for name in config.models}
     host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
     print(f"\nhttp://{host}:{config.server.port} is the page; the stream is at /v1/stream", flush=True)
-    serve_forever(config, engines, keys)
+    serve_forever(config, engines, keys, os.environ.get(TWILIO_TOKEN_VARIABLE, ""))
     return 0
 
 

@@ -69,7 +69,22 @@ class Drop:
     track: int
 
 
-DoorEffect: TypeAlias = Open | Tell | Refuse | Say | Leave | Drop | Close
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Tell those who follow a call, for on its own connection nobody listens."""
+
+    call_id: str
+    event: Mapping[str, Any]  # Any: JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Send this connection what is published of a call; of all where ``call_id`` is empty."""
+
+    call_id: str
+
+
+DoorEffect: TypeAlias = Open | Tell | Refuse | Say | Leave | Drop | Publish | Follow | Close
 LastWords: TypeAlias = Say | Close
 
 
@@ -169,6 +184,7 @@ class House:
     gate: GateSettings
     session: SessionConfig
     aliases: Mapping[str, str] = field(default_factory=dict)  # a name that clients use → the model that is meant
+    twilio_auth_token: str = field(default="", repr=False)  # signs Twilio's streams; empty: not looked at
 
     @property
     def default_model(self) -> str:

@@ -29,6 +29,7 @@ BEYOND = {
     ("deepgram", "K"): "no resuming",
     ("deepgram_turns", "K"): "no resuming",
     ("openai_realtime", "K"): "no resuming",
+    ("telephony", "K"): "no settings that change, no resuming",
     ("openai_rest", "C"): "no flush: a request is whole",
     ("openai_rest", "K"): "no settings that change, no resuming",
 }

@@ -1,0 +1,50 @@
+"""Telephone frames in order: whatever is late, doubled or missing, the clock stays that of the call."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.doors.jitter import Reorderer
+
+FRAME = 160  # bytes, 20 ms of G.711
+
+
+def frame(number: int) -> bytes:
+    return bytes([number % 251]) * FRAME
+
+
+def through(order, *, timestamps=False) -> bytes:
+    reorderer = Reorderer(8_000, b"\xff")
+    out = b"".join(reorderer.push(frame(n), n, 20 * n if timestamps else None) for n in order)
+    return out + reorderer.flush()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 200))
+def test_frames_shuffled_within_the_window_come_out_in_order(seed: int, n_frames: int) -> None:
+    order = sorted(range(n_frames), key=lambda n: n + random.Random(f"{seed}/{n}").uniform(0, 5))
+    order.sort(key=lambda n: n != 0)  # the first frame is the first
+    assert through(order) == b"".join(map(frame, range(n_frames)))
+
+
+@given(st.integers(0, 2**32))
+def test_doubled_frames_count_once_and_lost_ones_are_silence(seed: int) -> None:
+    chance = random.Random(seed)
+    kept = [n for n in range(300) if n in (0, 299) or chance.random() > 0.02]
+    order = [n for n in kept for _ in range(1 + (chance.random() < 0.01))]
+    assert through(order) == b"".join(frame(n) if n in set(kept) else b"\xff" * FRAME for n in range(300))
+
+
+def test_a_hole_in_the_timestamps_becomes_silence_of_its_length() -> None:
+    reorderer = Reorderer(8_000, b"\xff")
+    first = reorderer.push(frame(1), None, 5)
+    second = reorderer.push(frame(2), None, 1_025)
+    assert first == frame(1) and second == b"\xff" * 8_000 + frame(2)
+    assert reorderer.push(frame(3), None, 1_045) == frame(3)
+
+
+def test_small_drift_and_a_clock_that_jumped_are_no_holes() -> None:
+    reorderer = Reorderer(8_000, b"\xff")
+    reorderer.push(frame(1), None, 0)
+    assert reorderer.push(frame(2), None, 90) == frame(2)
+    assert reorderer.push(frame(3), None, 3_600_000) == frame(3)
