@@ -9,8 +9,8 @@ Needs a server that Twilio can reach, and TwiML that forks the call's audio to i
       <Dial>+15550100</Dial>
     </Response>
 
-The server looks at Twilio's signature where SENSEWAY_TWILIO_AUTH_TOKEN is set; where it asks for keys, one stands behind
-the path: ``/telephony/twilio/KEY``. Any other carrier or PBX of docs/clients.md is followed in the same way.
+The server looks at Twilio's signature where SENSEWAY_TWILIO_AUTH_TOKEN is set; where it asks for keys, one stands
+behind the path: ``/telephony/twilio/KEY``. Any other carrier or PBX of docs/clients.md is followed in the same way.
 """
 
 import argparse
@@ -44,10 +44,8 @@ def show(event: dict) -> None:
     call = event["call"][-8:]
     match event["type"]:
         case "final" if event["text"]:
-            print(
-                f"{call} {event['start_s']:7.2f} {NAMES.get(event['track'], event['track'])}: {event['text']}",
-                flush=True,
-            )
+            who = NAMES.get(event["track"], event["track"])
+            print(f"{call} {event['start_s']:7.2f} {who}: {event['text']}", flush=True)
         case "dtmf":
             print(f"{call}         pressed {event['value']}", flush=True)
         case "call_started" | "call_ended" as kind:

@@ -315,9 +315,8 @@ def test_words_of_every_script_are_published_whole(world) -> None:
     scene = world.make_scene([0.5, len(told), 1.0])
     words = [replace(word, text=text) for word, text in zip(scene.words, told, strict=True)]
     call = call_of("vonage", scene.samples)
-    assert finals(simulate(world, scene, call, is_cut=True, engine=world.Engine(tuple(words)))) == [
-        "".join(told).strip()
-    ]
+    simulation = simulate(world, scene, call, is_cut=True, engine=world.Engine(tuple(words)))
+    assert finals(simulation) == ["".join(told).strip()]
 
 
 # ---------------------------------------------------------------- the handshake
