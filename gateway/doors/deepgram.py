@@ -98,6 +98,7 @@ class ListenDoor:
         self._n_bytes = 0
         self._n_flushes = 0
         self._last_message_s = 0.0
+        self._idle_due_s = IDLE_S  # looked at then, not moved by each frame: a timer costs more than a frame
         self._is_closing = False
 
     # ------------------------------------------------------------------ the connection
@@ -108,11 +109,12 @@ class ListenDoor:
         if self._is_closing:
             return None
         gaps = [state.gap_due_s for state in self._tracks if state.gap_due_s is not None]
-        return min([self._last_message_s + IDLE_S, *gaps])
+        return min([self._idle_due_s, *gaps])
 
     def opened(self, now_s: float) -> list[DoorEffect]:
         """A session for each channel."""
         self._last_message_s = now_s
+        self._idle_due_s = now_s + IDLE_S
         effects: list[DoorEffect] = []
         for track in range(len(self._tracks)):
             effects += [Open(track), Tell(track, hello_of(self._options, self._audio.spec(track)))]
@@ -126,6 +128,7 @@ class ListenDoor:
         if now_s >= self._last_message_s + IDLE_S:
             self._is_closing = True
             effects.append(Close(1011, f"NET-0001: no audio and no KeepAlive for {IDLE_S:g} s"))
+        self._idle_due_s = self._last_message_s + IDLE_S
         return effects
 
     def _look_at_gap(self, track: int, now_s: float) -> list[DoorEffect]:
