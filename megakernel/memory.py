@@ -21,6 +21,7 @@ from .isa import (
     TILE_BYTES,
     Flag,
     Op,
+    Phase,
     Task,
 )
 from .schedule import Schedule, tiles_of_warps
@@ -30,7 +31,7 @@ from .tasks import HEAD_SIZE, PhaseTasks
 N_REPLICAS = 4  # of exchanged rows; an SM reads replica SM mod this, measured fastest on 132 SMs
 ALIGN_WORDS = 16  # of the exchange area's parts: a line of 128 bytes
 WORD_BYTES = 4
-FIXED_BYTES = 2304  # of MISC_BYTES for what every program has: parameters, slots, rows (`struct Misc` in machine.cuh)
+FIXED_BYTES = 4864  # of MISC_BYTES for what every program has: parameters, slots, rows (`struct Misc` in machine.cuh)
 STATS_BYTES = 2 * 2 * WORD_BYTES  # for a row's sum and sum of squares over STATS_ELEMENTS, by parity of the phase
 AUX_GRANULE_BYTES = GRANULE_ROWS * 2 * WORD_BYTES
 STAGE = "memory"
@@ -164,7 +165,7 @@ def _residual_granules(phases: Sequence[PhaseTasks], schedule: Schedule) -> int:
 
 def _records_bytes(n_phases: int, residual_granules: int, target: Target, sizes: Sizes) -> int:
     of_row = STATS_BYTES * (sizes.width // STATS_ELEMENTS) + residual_granules * GRANULE_ROWS * WORD_BYTES
-    return FIXED_BYTES + n_phases * len(Task) * WORD_BYTES + target.max_rows * of_row
+    return FIXED_BYTES + n_phases * (len(Task) + len(Phase)) * WORD_BYTES + target.max_rows * of_row
 
 
 # ---------------------------------------------------------------------- exchange area

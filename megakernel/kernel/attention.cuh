@@ -2,7 +2,7 @@
 // and a position's warp and lanes from the position, so the slot's own keys and values are always read by the very
 // threads that wrote them.
 //
-// A warp sees 16 positions of the unit to the end, for all rows of the slot at once: scores on tensor cores with the rows
+// A warp sees its positions of the unit to the end, for all rows of the slot at once: scores on tensor cores with the rows
 // on m and the positions on n, largest score, exponentials, weighted values. Then the warps' shares meet in shared
 // memory, where activations lie in linears.
 #pragma once
@@ -43,12 +43,14 @@ __device__ __forceinline__ void prefetch_cross(const Machine m, u32 layer) {
         const Slot& slot = m.misc().state.slots[s];
         if (slot.n_rows == 0) continue;
         for_units<true>(m, s, N_HEADS, n_blocks, blocks_of<true>(slot, 0), [&](Unit unit) {
-            const u32 line = m.thread() & 255;  // of 128 bytes: two positions
-            const u32 position = unit.block * CROSS_BLOCK + line * 2;
-            if (line < CROSS_BLOCK / 2 && position < slot.n_positions) {
-                for (u32 value = m.thread() >> 8; value < 2; value += 2)
-                    prefetch_l2(m.at<const u16>(PARAMETER_CROSS_CACHE) +
-                                cache_offset(s, layer, value, unit.head, N_CROSS_POSITIONS) + position * HEAD_SIZE);
+            const u64 to_values = (u64)N_HEADS * N_CROSS_POSITIONS * HEAD_SIZE;
+            for (u32 i = m.thread(); i < CROSS_BLOCK; i += N_THREADS) {  // a position is a line of 128 bytes
+                if (unit.block * CROSS_BLOCK + i >= slot.n_positions) break;
+                const u16* key = m.at<const u16>(PARAMETER_CROSS_CACHE) +
+                                 cache_offset(s, layer, 0, unit.head, N_CROSS_POSITIONS) +
+                                 (unit.block * CROSS_BLOCK + i) * HEAD_SIZE;
+                prefetch_l2(key);
+                prefetch_l2(key + to_values);
             }
         });
     }
@@ -68,9 +70,17 @@ struct Piece {  // 8 elements of an exchanged row, asked for and perhaps not the
     }
 };
 
-// What a warp holds of its 16 positions' keys or values: [8 positions][32 dimensions]. Lane (n = lane / 4, j = lane % 4)
-// has dimensions 8 j to 8 j + 7 of position n of each.
-typedef uint4 Held[2][2];
+// What a warp sees of a block, in groups of 8 positions.
+template <bool CROSS>
+struct Share {
+    static constexpr u32 BLOCK = CROSS ? CROSS_BLOCK : SELF_BLOCK;
+    static constexpr u32 GROUPS = BLOCK / 8 / N_WARPS < 2 ? 2 : BLOCK / 8 / N_WARPS;
+    static constexpr u32 POSITIONS = GROUPS * 8, BUSY_WARPS = BLOCK / POSITIONS;
+};
+
+// A group's keys or values: [8 positions][32 dimensions] of both halves of the head. Lane (n = lane / 4, j = lane % 4)
+// has dimensions 8 j to 8 j + 7 of position n.
+typedef uint4 Held[2];
 
 // This step's keys and values of one position, from the words ``from`` on, and into the cache too.
 __device__ __forceinline__ void keep_new(const Machine m, const u64* from, u32 epoch, u16* key_cache, u64 to_values,
@@ -91,15 +101,15 @@ __device__ __forceinline__ void keep_new(const Machine m, const u64* from, u32 e
     }
 }
 
-// One warp's 16 positions for up to 8 rows: its shares to ``shares`` [row][warp][pair] and ``stats`` [row][warp]. This
-// lane has row ``row`` of them and positions 2 j and 2 j + 1 of both groups.
-template <bool CROSS>
-__device__ __forceinline__ void see_positions(const Machine m, const uint4 (&q)[2], const Held& keys, const Held& values,
-                                              u32 row, bool is_row, u32 begin, u32 seen, u32 n_plain, float tail_bias,
-                                              float* dump, float2* shares, float2* stats) {
-    float s[2][4] = {};
+// One warp's positions for up to 8 rows: its shares to ``shares`` [row][warp][pair] and ``stats`` [row][warp]. This lane
+// has row ``row`` of them and positions 2 j and 2 j + 1 of each group.
+template <bool CROSS, u32 GROUPS>
+__device__ __forceinline__ void see_positions(const Machine m, const uint4 (&q)[2], const Held (&keys)[GROUPS],
+                                              const Held (&values)[GROUPS], u32 row, bool is_row, u32 begin, u32 seen,
+                                              u32 n_plain, float tail_bias, float* dump, float2* shares, float2* stats) {
+    float s[GROUPS][4] = {};
 #pragma unroll
-    for (u32 g = 0; g < 2; g++)
+    for (u32 g = 0; g < GROUPS; g++)
 #pragma unroll
         for (u32 t = 0; t < 2; t++) {
             mma(s[g], q[t].x, 0, q[t].y, 0, keys[g][t].x, keys[g][t].y);
@@ -107,7 +117,7 @@ __device__ __forceinline__ void see_positions(const Machine m, const uint4 (&q)[
         }
     float top = NEGATIVE_INFINITY, total = 0;
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) {
+    for (u32 i = 0; i < 2 * GROUPS; i++) {
         float& score = s[i / 2][i % 2];
         const u32 position = begin + i / 2 * 8 + (m.lane() & 3) * 2 + i % 2;
         score = position < seen ? score * SCALE : NEGATIVE_INFINITY;
@@ -119,39 +129,48 @@ __device__ __forceinline__ void see_positions(const Machine m, const uint4 (&q)[
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
     const float base = top == NEGATIVE_INFINITY ? 0.0f : top;
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) total += s[i / 2][i % 2] = expf(s[i / 2][i % 2] - base);
+    for (u32 i = 0; i < 2 * GROUPS; i++) total += s[i / 2][i % 2] = expf(s[i / 2][i % 2] - base);
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);
     if (is_row && (m.lane() & 3) == 0) stats[row * N_WARPS + m.warp()] = make_float2(top, total);
     // the weights as the left operand, in two bfloat16 parts each, so that next to nothing of them is lost
-    const u32 coarse0 = pack_bf16(s[0][0], s[0][1]), coarse1 = pack_bf16(s[1][0], s[1][1]);
-    const u32 fine0 = pack_bf16(s[0][0] - low_bf16(coarse0), s[0][1] - high_bf16(coarse0));
-    const u32 fine1 = pack_bf16(s[1][0] - low_bf16(coarse1), s[1][1] - high_bf16(coarse1));
+    u32 coarse[GROUPS], fine[GROUPS];
+#pragma unroll
+    for (u32 g = 0; g < GROUPS; g++) {
+        coarse[g] = pack_bf16(s[g][0], s[g][1]);
+        fine[g] = pack_bf16(s[g][0] - low_bf16(coarse[g]), s[g][1] - high_bf16(coarse[g]));
+    }
     float2* to = shares + (row * N_WARPS + m.warp()) * (HEAD_SIZE / 2) + (m.lane() & 3) * 4;
 #pragma unroll
     for (u32 t = 0; t < 2; t++) {
-        const u32 first[4] = {values[0][t].x, values[0][t].y, values[0][t].z, values[0][t].w};
-        const u32 second[4] = {values[1][t].x, values[1][t].y, values[1][t].z, values[1][t].w};
+        float d[4][4] = {};  // dimensions 8 j + 2 i and the next, of each j
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) {  // dimensions 8 j + 2 i and the next, of each j
-            const u32 b0 = transpose(first[i]), b1 = transpose(second[i]);
-            float d[4] = {};
-            mma(d, coarse0, 0, coarse1, 0, b0, b1);
-            mma(d, fine0, 0, fine1, 0, b0, b1);
-            if (is_row) to[t * (TILE_K / 2) + i] = make_float2(d[0], d[1]);
+        for (u32 g = 0; g < GROUPS; g += 2) {
+            const u32 first[4] = {values[g][t].x, values[g][t].y, values[g][t].z, values[g][t].w};
+            const u32 second[4] = {values[g + 1][t].x, values[g + 1][t].y, values[g + 1][t].z, values[g + 1][t].w};
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                const u32 b0 = transpose(first[i]), b1 = transpose(second[i]);
+                mma(d[i], coarse[g], 0, coarse[g + 1], 0, b0, b1);
+                mma(d[i], fine[g], 0, fine[g + 1], 0, b0, b1);
+            }
         }
+        if (is_row)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) to[t * (TILE_K / 2) + i] = make_float2(d[i][0], d[i][1]);
     }
 }
 
-// The block's result for some rows from the warps' shares: two (row, pair) a warp, lane k of each half weighs warp k's.
+// The block's result for some rows from the warps' shares: several (row, pair) a warp, lane k of each part weighs warp
+// k's share.
 template <bool CROSS>
 __device__ __forceinline__ void publish_block(const Machine m, const Unit& unit, u32 slot_row, u32 first_position,
                                               u32 n_rows, const float2* shares, const float2* stats) {
-    constexpr u32 BUSY_WARPS = (CROSS ? CROSS_BLOCK : SELF_BLOCK) / 16, PAIRS = HEAD_SIZE / 2;
+    constexpr u32 BUSY_WARPS = Share<CROSS>::BUSY_WARPS, PAIRS = HEAD_SIZE / 2, PARTS = 32 / N_WARPS;
     const Slot& slot = m.misc().state.slots[unit.slot];
-    const u32 k = m.lane() & 15, epoch = m.epoch + m.field(PHASE_EPOCH);
+    const u32 k = m.lane() % N_WARPS, epoch = m.epoch + m.field(PHASE_EPOCH);
 #pragma unroll 1
-    for (u32 i = m.warp() * 2 + (m.lane() >> 4); i < n_rows * PAIRS; i += 2 * N_WARPS) {
+    for (u32 i = m.warp() * PARTS + m.lane() / N_WARPS; i < n_rows * PAIRS; i += PARTS * N_WARPS) {
         const u32 r = i / PAIRS, pair = i % PAIRS;
         float2 mine = make_float2(NEGATIVE_INFINITY, 0), share = make_float2(0, 0);
         if (k < BUSY_WARPS) {
@@ -163,7 +182,7 @@ __device__ __forceinline__ void publish_block(const Machine m, const Unit& unit,
         share.x *= weight;
         share.y *= weight;
 #pragma unroll
-        for (int mask = 8; mask; mask >>= 1) {
+        for (int mask = N_WARPS / 2; mask; mask >>= 1) {
             whole += __shfl_xor_sync(0xffffffffu, whole, mask);
             share.x += __shfl_xor_sync(0xffffffffu, share.x, mask);
             share.y += __shfl_xor_sync(0xffffffffu, share.y, mask);
@@ -187,17 +206,17 @@ __device__ __forceinline__ void publish_block(const Machine m, const Unit& unit,
 template <bool CROSS>
 __device__ __forceinline__ void attend_unit(const Machine m, const Unit& unit) {
     constexpr u32 WIDE = N_HEADS * HEAD_SIZE, Q_WIDE = CROSS ? WIDE : 3 * WIDE;
-    constexpr u32 POSITIONS = CROSS ? N_CROSS_POSITIONS : N_POSITIONS, BLOCK = CROSS ? CROSS_BLOCK : SELF_BLOCK;
+    constexpr u32 POSITIONS = CROSS ? N_CROSS_POSITIONS : N_POSITIONS, GROUPS = Share<CROSS>::GROUPS;
     const Slot& slot = m.misc().state.slots[unit.slot];
     const u32 n_rows = slot.n_rows, slot_row = slot.first_row;
     const u32 first_position = m.misc().state.rows[slot_row].position;
     const u32 input_epoch = m.epoch + m.field(PHASE_INPUT_EPOCH), dumped = CROSS ? m.field(PHASE_SCORE_HEADS) : 0;
     const u32 limit = CROSS ? slot.n_positions : first_position + n_rows;  // positions that some row may look at
-    const u32 row = m.lane() >> 2, begin = unit.block * BLOCK + m.warp() * 16;
-    const bool is_busy = m.warp() < BLOCK / 16;
+    const u32 row = m.lane() >> 2, begin = unit.block * Share<CROSS>::BLOCK + m.warp() * Share<CROSS>::POSITIONS;
+    const bool is_busy = m.warp() < Share<CROSS>::BUSY_WARPS;
     // where this lane's elements lie in the slot's first row, and in a position of the cache
     const u64* const from = row_words(m, m.field(PHASE_INPUT), Q_WIDE, slot_row) + (unit.head * HEAD_SIZE + (m.lane() & 3) * 8) / 2;
-    Held keys, values;
+    Held keys[GROUPS], values[GROUPS];
     Piece queries[2];
     if (is_busy) {
         u16* cache = m.at<u16>(CROSS ? PARAMETER_CROSS_CACHE : PARAMETER_SELF_CACHE) +
@@ -208,7 +227,7 @@ __device__ __forceinline__ void attend_unit(const Machine m, const Unit& unit) {
             queries[1].ask(from + row * (Q_WIDE / 2) + TILE_K / 2);
         }
 #pragma unroll
-        for (u32 g = 0; g < 2; g++) {
+        for (u32 g = 0; g < GROUPS; g++) {
             const u32 position = begin + g * 8 + row;
             u16* at = cache + position * HEAD_SIZE;
 #pragma unroll
@@ -227,7 +246,6 @@ __device__ __forceinline__ void attend_unit(const Machine m, const Unit& unit) {
     }
     float2* const shares = (float2*)m.x();
     float2* const stats = shares + 8 * N_WARPS * (HEAD_SIZE / 2);
-    if (TARGET_ROWS == 8) __syncthreads();  // then they reach into the sums, which the last linear may still read
 #pragma unroll 1
     for (u32 first = 0; first < n_rows; first += 8) {
         const bool is_row = first + row < n_rows;
@@ -249,7 +267,7 @@ __device__ __forceinline__ void attend_unit(const Machine m, const Unit& unit) {
                        (((u64)unit.slot * N_SCORE_HEADS + index) * N_POSITIONS + first_position + first + row) * N_CROSS_POSITIONS;
             }
             __syncwarp();
-            see_positions<CROSS>(m, q, keys, values, row, is_row, begin, CROSS ? limit : first_position + first + row + 1,
+            see_positions<CROSS, GROUPS>(m, q, keys, values, row, is_row, begin, CROSS ? limit : first_position + first + row + 1,
                                  slot.n_plain, slot.tail_bias, dump, shares, stats);
         }
         __syncthreads();
@@ -275,7 +293,7 @@ __device__ __forceinline__ void attend(const Machine m) {
 
 // One warp a (row, head): the blocks' results, weighted by what each block's exponentials sum to. The warp fetches all
 // blocks at once into its part of the scratch; one after the other would pay a hop each.
-__device__ __forceinline__ void combine(const Machine m) {
+__device__ __noinline__ void combine(const Machine m) {
     constexpr u32 PAIRS = BLOCK_WORDS / 2, FETCHES = (MAX_BLOCKS * PAIRS + 31) / 32;
     const u32 n_blocks_at_most = m.field(PHASE_N_BLOCKS), partial = m.field(PHASE_PARTIAL);
     const u32 input_epoch = m.epoch + m.field(PHASE_INPUT_EPOCH), epoch = m.epoch + m.field(PHASE_EPOCH);

@@ -1,4 +1,4 @@
-// HEAD: the product with the vocabulary, reduced at once. Warp r follows row r: over the batches each of its lanes keeps
+// HEAD: the product with the vocabulary, reduced at once. A warp follows a row or two: over the batches each of its lanes keeps
 // the best token and the running log-sum-exp of both classes for the tokens it sees, and at the end the lanes merge.
 #pragma once
 
@@ -126,56 +126,55 @@ __device__ __forceinline__ u64* partial_words(const Machine m, u32 buffer, u32 s
 
 template <int K, int K_WARPS>
 __device__ __forceinline__ void head(const Machine m) {
-    constexpr u32 GROUPS = N_WARPS / K_WARPS, BATCH = BATCH_GRANULES * GROUPS;
+    constexpr u32 GROUPS = N_WARPS / K_WARPS, BATCH = BATCH_GRANULES * GROUPS, ROWS = MAX_ROWS / N_WARPS;
     constexpr u32 PER_LANE = (BATCH * GRANULE_ROWS + 31) / 32;
     const u32* task = m.misc().tasks[m.phase];
+    const State& state = m.misc().state;
     const u32 flags = m.field(PHASE_FLAGS), n_tokens = task[TASK_N_GRANULES] * GRANULE_ROWS;
-    const u32 first_token = task[TASK_FIRST_GRANULE] * GRANULE_ROWS, n_rows = m.misc().state.n_rows;
+    const u32 first_token = task[TASK_FIRST_GRANULE] * GRANULE_ROWS, n_rows = state.n_rows;
+    const float2* table = m.at<const float2>(PARAMETER_AUX) + ((u64)m.sm() * AUX_GRANULES + task[TASK_AUX]) * GRANULE_ROWS;
     const int n_mine = granules_of_group<K_WARPS>(m, task);
-    const bool follows = m.warp() < n_rows;
-    const Row& row = m.misc().state.rows[follows ? m.warp() : 0];
-    const Slot& slot = m.misc().state.slots[row.slot];
-    Tally tally;
+    Tally tally[ROWS];  // of rows warp, warp + N_WARPS, ...
     Stream stream(m);
 #pragma unroll 1
     for (u32 first = 0; first < n_tokens; first += BATCH * GRANULE_ROWS) {
         float2 aux[PER_LANE];
-        u32 suppressed[PER_LANE];
-        if (follows) {
-            const u32* bitmap = m.at<const u32>(PARAMETER_BITMAPS) + row.bitmap * BITMAP_WORDS;
-            const float2* table = m.at<const float2>(PARAMETER_AUX) + ((u64)m.sm() * AUX_GRANULES + task[TASK_AUX]) * GRANULE_ROWS;
 #pragma unroll
-            for (u32 i = 0; i < PER_LANE; i++) {  // asked for now, needed behind the products
-                const u32 local = first + m.lane() + 32 * i, token = first_token + local;
-                if (local < n_tokens && m.lane() + 32 * i < BATCH * GRANULE_ROWS && token < N_TOKENS) {
-                    aux[i] = __ldg(table + local);
-                    suppressed[i] = __ldg(bitmap + token / 32);
-                }
-            }
-        }
+        for (u32 i = 0; i < PER_LANE; i++)  // asked for now, needed behind the products
+            if (m.warp() < n_rows && first + m.lane() + 32 * i < n_tokens) aux[i] = __ldg(table + first + m.lane() + 32 * i);
         const float* sums = batch_sums<K, K_WARPS>(m, stream, flags, m.field(PHASE_INPUT), m.epoch + m.field(PHASE_INPUT_EPOCH),
                                                    first / (BATCH * GRANULE_ROWS), n_mine);
         if (first == 0) answer_door(m);  // every SM has left the last step
-        if (!follows) continue;
-        const float2 norm = flags & FLAG_NORM ? m.misc().norm[m.phase & 1][m.warp()] : make_float2(0, 1);
 #pragma unroll
-        for (u32 i = 0; i < PER_LANE; i++) {
-            const u32 in_batch = m.lane() + 32 * i, local = first + in_batch, token = first_token + local;
-            if (in_batch >= BATCH * GRANULE_ROWS || local >= n_tokens || token >= N_TOKENS) continue;
-            const float* from = granule_sums<K_WARPS>(sums, n_rows, in_batch / GRANULE_ROWS, task[TASK_FIRST_GROUP]) +
-                                m.warp() * GRANULE_ROWS + in_batch % GRANULE_ROWS;
-            float y = from[0];
+        for (u32 r = 0; r < ROWS; r++) {
+            const u32 of = m.warp() + r * N_WARPS;
+            if (of >= n_rows) break;
+            const Row& row = state.rows[of];
+            const u32* bitmap = m.at<const u32>(PARAMETER_BITMAPS) + row.bitmap * BITMAP_WORDS;
+            const float2 norm = flags & FLAG_NORM ? m.misc().norm[m.phase & 1][of] : make_float2(0, 1);
 #pragma unroll
-            for (int w = 1; w < K_WARPS; w++) y += from[w * sum_rows(n_rows) * GRANULE_ROWS];
-            y = (y - norm.x * aux[i].x) * norm.y + aux[i].y;
-            tally.see(row, slot, token, y, suppressed[i] >> (token & 31) & 1);
+            for (u32 i = 0; i < PER_LANE; i++) {
+                const u32 in_batch = m.lane() + 32 * i, local = first + in_batch, token = first_token + local;
+                if (in_batch >= BATCH * GRANULE_ROWS || local >= n_tokens || token >= N_TOKENS) continue;
+                const u32 suppressed = __ldg(bitmap + token / 32) >> (token & 31) & 1;
+                const float* from = granule_sums<K_WARPS>(sums, n_rows, in_batch / GRANULE_ROWS, task[TASK_FIRST_GROUP]) +
+                                    of * GRANULE_ROWS + in_batch % GRANULE_ROWS;
+                float y = from[0];
+#pragma unroll
+                for (int w = 1; w < K_WARPS; w++) y += from[w * sum_rows(n_rows) * GRANULE_ROWS];
+                y = (y - norm.x * aux[i].x) * norm.y + aux[i].y;
+                tally[r].see(row, state.slots[row.slot], token, y, suppressed);
+            }
         }
     }
     stream.leave(m);
-    if (follows) {
-        tally.merge(row, slot);
+#pragma unroll
+    for (u32 r = 0; r < ROWS; r++) {
+        const u32 of = m.warp() + r * N_WARPS;
+        if (of >= n_rows) break;
+        tally[r].merge(state.rows[of], state.slots[state.rows[of].slot]);
         if (m.lane() < PARTIAL_UNUSED && !m.misc().dead)
-            publish(partial_words(m, m.field(PHASE_OUTPUT), m.sm(), m.warp()) + m.lane(), tally.word(m.lane()),
+            publish(partial_words(m, m.field(PHASE_OUTPUT), m.sm(), of) + m.lane(), tally[r].word(m.lane()),
                     m.epoch + m.field(PHASE_EPOCH));
     }
     __syncthreads();  // SELECT takes the scratch

@@ -2,11 +2,11 @@
 #pragma once
 
 #define PROGRAM_VERSION 1
-#define N_WARPS 16
+#define N_WARPS 8
 #define GRANULE_ROWS 8
 #define TILE_K 32
 #define TILE_BYTES 512
-#define BATCH_GRANULES 2
+#define BATCH_GRANULES 4
 #define MAX_ROWS 16
 #define MAX_SLOTS 8
 #define STATS_ELEMENTS 128

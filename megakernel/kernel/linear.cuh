@@ -10,7 +10,8 @@
 #include "exchange.cuh"
 #include "stream.cuh"
 
-// How many tiles a warp takes at once: a divisor of the slice's, so that one wait and one latency serve them all.
+// How many tiles of one granule a warp takes at once: a divisor of the slice's, so that one wait and one latency serve
+// them all.
 __host__ __device__ constexpr int tiles_together(int tiles) {
     int n = RING_TILES < 5 ? RING_TILES : 5;
     while (tiles % n != 0) n--;
@@ -59,7 +60,7 @@ __device__ __forceinline__ float2 sum_over_warp(float2 v) {
 // All of K of every row into shared memory. A warp takes pieces of 128 elements and asks for some of them at once.
 template <int K>
 __device__ __forceinline__ void load_rows(const Machine m, u32 n_rows, u32 flags, u32 input, u32 epoch) {
-    constexpr u32 PIECES = K / STATS_ELEMENTS, AHEAD = 4;
+    constexpr u32 PIECES = K / STATS_ELEMENTS, AHEAD = 2;
     const u32 n_pieces = n_rows * PIECES;
     const u64* from = row_words(m, input, K, 0) + m.lane() * 2;
     if (K == WIDTH && (flags & FLAG_EMBED)) {
@@ -148,67 +149,77 @@ __device__ __forceinline__ void finish_norm(const Machine m, u32 n_rows, const u
 
 typedef float Sums[2][BATCH_GRANULES][4];  // two chains, so that a product need not wait for the last one
 
-// Products of ``n_tiles`` of the slice for GRANULES granules and up to 8 rows; ``x`` is this lane's part of the first
-// tile, zeros where the lane's row is none.
-template <int TOGETHER, int GRANULES>
-__device__ __forceinline__ void multiply_few(Stream& stream, Sums& sums, const unsigned char* x, int n_tiles) {
+__device__ __forceinline__ void multiply_tile(Sums& sums, int granule, uint4 low, uint4 high, uint4 w) {
+    mma(sums[0][granule], low.x, high.x, low.y, high.y, w.x, w.y);
+    mma(sums[1][granule], low.z, high.z, low.w, high.w, w.z, w.w);
+}
+
+// Products of ``n_tiles`` of the slice for one granule, TOGETHER at a time.
+template <int TOGETHER, bool HIGH>
+__device__ __forceinline__ void multiply_one(Stream& stream, Sums& sums, const unsigned char* low,
+                                             const unsigned char* high, int n_tiles) {
 #pragma unroll 1
     for (int first = 0; first < n_tiles; first += TOGETHER) {
-        uint4 a[TOGETHER];
+        uint4 a[TOGETHER], b[TOGETHER] = {}, w[TOGETHER];
 #pragma unroll
-        for (int i = 0; i < TOGETHER; i++) a[i] = *(const uint4*)(x + (first + i) * TILE_K * 2);
-#pragma unroll
-        for (int taken = 0; taken < TOGETHER * GRANULES; taken += TOGETHER) {
-            uint4 w[TOGETHER];
-            stream.take(w);
-#pragma unroll
-            for (int i = 0; i < TOGETHER; i++) {
-                const int t = (taken + i) / GRANULES, g = (taken + i) % GRANULES;
-                mma(sums[0][g], a[t].x, 0, a[t].y, 0, w[i].x, w[i].y);
-                mma(sums[1][g], a[t].z, 0, a[t].w, 0, w[i].z, w[i].w);
-            }
-            stream.template refill<TOGETHER>();
+        for (int i = 0; i < TOGETHER; i++) {
+            a[i] = *(const uint4*)(low + (first + i) * TILE_K * 2);
+            if (HIGH) b[i] = *(const uint4*)(high + (first + i) * TILE_K * 2);
         }
+        stream.take(w);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) multiply_tile(sums, 0, a[i], b[i], w[i]);
+        stream.template refill<TOGETHER>();
     }
 }
 
-// The same for up to 16 rows and any number of tiles, one after the other.
-__device__ __forceinline__ void multiply_many(Stream& stream, Sums& sums, const unsigned char* low,
-                                              const unsigned char* high, int n_tiles, bool has_second) {
+// The same for several granules, whose tiles of one place in the slice lie beside each other.
+template <int GRANULES, bool HIGH>
+__device__ __forceinline__ void multiply_several(Stream& stream, Sums& sums, const unsigned char* low,
+                                                 const unsigned char* high, int n_tiles) {
 #pragma unroll 1
     for (int t = 0; t < n_tiles; t++) {
-        const uint4 a = *(const uint4*)(low + t * TILE_K * 2), b = *(const uint4*)(high + t * TILE_K * 2);
-        uint4 w[1];
+        uint4 b = make_uint4(0, 0, 0, 0), w[GRANULES];
+        const uint4 a = *(const uint4*)(low + t * TILE_K * 2);
+        if (HIGH) b = *(const uint4*)(high + t * TILE_K * 2);
         stream.take(w);
-        mma(sums[0][0], a.x, b.x, a.y, b.y, w[0].x, w[0].y);
-        mma(sums[1][0], a.z, b.z, a.w, b.w, w[0].z, w[0].w);
-        stream.refill<1>();
-        if (has_second) {
-            stream.take(w);
-            mma(sums[0][1], a.x, b.x, a.y, b.y, w[0].x, w[0].y);
-            mma(sums[1][1], a.z, b.z, a.w, b.w, w[0].z, w[0].w);
-            stream.refill<1>();
-        }
+#pragma unroll
+        for (int g = 0; g < GRANULES; g++) multiply_tile(sums, g, a, b, w[g]);
+        stream.template refill<GRANULES>();
     }
 }
 
-// This warp's part of a batch: its granules ``index`` (of its group's ``n_mine``) and the next, for the ``n_tiles`` of
-// its slice that are in shared memory from ``slice`` on.
+template <int TOGETHER, bool HIGH>
+__device__ __forceinline__ void multiply_rows(Stream& stream, Sums& sums, const unsigned char* low,
+                                              const unsigned char* high, int n_tiles, int n_granules) {
+    static_assert(BATCH_GRANULES == 4, "a case is missing");
+    if (n_granules == 1 && n_tiles % TOGETHER == 0)
+        multiply_one<TOGETHER, HIGH>(stream, sums, low, high, n_tiles);
+    else if (n_granules == 1)
+        multiply_one<1, HIGH>(stream, sums, low, high, n_tiles);
+    else if (n_granules == 2)
+        multiply_several<2, HIGH>(stream, sums, low, high, n_tiles);
+    else if (n_granules == 3)
+        multiply_several<3, HIGH>(stream, sums, low, high, n_tiles);
+    else
+        multiply_several<4, HIGH>(stream, sums, low, high, n_tiles);
+}
+
+// This warp's part of a batch: its granules from ``index`` (of its group's ``n_mine``) on, for the ``n_tiles`` of its
+// slice that are in shared memory from ``slice`` on. Lanes whose row is none read zeros.
 template <int TOGETHER>
 __device__ __forceinline__ void multiply(const Machine m, Stream& stream, Sums& sums, u32 n_rows, u32 stride,
                                          const unsigned char* slice, int n_tiles, int index, int n_mine) {
     if (index >= n_mine) return;
+    const int n_granules = min(n_mine - index, BATCH_GRANULES);
     const u32 row = m.lane() >> 2;
     const unsigned char* zeros = (const unsigned char*)m.misc().zeros;
     const unsigned char* low = row < n_rows ? slice + row * stride + (m.lane() & 3) * 16 : zeros;
-    const bool has_second = index + 1 < n_mine;
-    if (n_rows > 8 || n_tiles % TOGETHER != 0) {
-        const unsigned char* high = row + 8 < n_rows ? low + 8 * stride : zeros;
-        multiply_many(stream, sums, low, high, n_tiles, has_second);
-    } else if (has_second) {
-        multiply_few<TOGETHER, 2>(stream, sums, low, n_tiles);
+    if (n_rows <= 8) {
+        multiply_rows<TOGETHER, false>(stream, sums, low, zeros, n_tiles, n_granules);
     } else {
-        multiply_few<TOGETHER, 1>(stream, sums, low, n_tiles);
+        const unsigned char* high = row + 8 < n_rows ? low + 8 * stride : zeros;
+        multiply_rows<TOGETHER, true>(stream, sums, low, high, n_tiles, n_granules);
     }
 }
 
@@ -296,7 +307,7 @@ __device__ __forceinline__ void begin_residual(const Machine m, const u32* owner
     }
 }
 
-// What one thread makes of a batch: two neighbouring outputs of one row. What does not need the sums is found before
+// Two neighbouring outputs of one row of a batch, which one thread makes. What does not need the sums is found before
 // they are there.
 struct Output {
     bool is_one;
@@ -307,12 +318,11 @@ struct Output {
 };
 
 template <int K_WARPS>
-__device__ __forceinline__ Output output_of(const Machine m, const u32* task, u32 first, u32 n_rows) {
+__device__ __forceinline__ Output output_of(const Machine m, u32 index, const u32* task, u32 first, u32 n_rows) {
     constexpr u32 GROUPS = N_WARPS / K_WARPS, BATCH = BATCH_GRANULES * GROUPS;
-    static_assert(MAX_ROWS * BATCH * 4 <= N_THREADS, "a thread has more than one pair");
-    const u32 pair = m.thread() & 3, in_batch = (m.thread() >> 2) % BATCH, granule = first + in_batch;
+    const u32 pair = index & 3, in_batch = (index >> 2) % BATCH, granule = first + in_batch;
     Output out;
-    out.row = (m.thread() >> 2) / BATCH;
+    out.row = (index >> 2) / BATCH;
     out.is_one = out.row < n_rows && granule < task[TASK_N_GRANULES];
     if (!out.is_one) return out;
     const u32 turn = in_batch / GROUPS, group = (task[TASK_FIRST_GROUP] + in_batch) % GROUPS;
@@ -354,8 +364,9 @@ __device__ __forceinline__ void publish_output(const Machine m, const Output& ou
     for (int replica = 0; replica < N_REPLICAS; replica++) publish(out.to + replica * step, payload, epoch);
 }
 
+// A call of its own, as are COMBINE and SELECT: measured, inlined they cost the other bodies more registers.
 template <int K, int K_WARPS>
-__device__ __forceinline__ void linear(const Machine m) {
+__device__ __noinline__ void linear(const Machine m) {
     constexpr u32 BATCH = BATCH_GRANULES * N_WARPS / K_WARPS;
     const u32* task = m.misc().tasks[m.phase];
     const u32 flags = m.field(PHASE_FLAGS), input = m.field(PHASE_INPUT), n_rows = m.misc().state.n_rows;
@@ -364,9 +375,14 @@ __device__ __forceinline__ void linear(const Machine m) {
     Stream stream(m);
 #pragma unroll 1
     for (u32 first = 0; first < task[TASK_N_GRANULES]; first += BATCH) {
-        const Output out = output_of<K_WARPS>(m, task, first, n_rows);
+        const Output out = output_of<K_WARPS>(m, m.thread(), task, first, n_rows);
         const float* sums = batch_sums<K, K_WARPS>(m, stream, flags, input, input_epoch, first / BATCH, n_mine);
-        if (out.is_one && !m.misc().dead) publish_output<K, K_WARPS>(m, out, sums, n_rows, flags, epoch);
+        if (m.misc().dead) continue;
+        if (out.is_one) publish_output<K, K_WARPS>(m, out, sums, n_rows, flags, epoch);
+        for (u32 i = m.thread() + N_THREADS; i < n_rows * BATCH * 4; i += N_THREADS) {  // narrow models only
+            const Output more = output_of<K_WARPS>(m, i, task, first, n_rows);
+            if (more.is_one) publish_output<K, K_WARPS>(m, more, sums, n_rows, flags, epoch);
+        }
     }
     stream.leave(m);
 }

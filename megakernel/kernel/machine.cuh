@@ -17,7 +17,7 @@ struct Parameters {
 #define HEAD_SIZE 64
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 #define STATS_PIECES (WIDTH / STATS_ELEMENTS)
-#define ZERO_BYTES 1024  // at least 64 for each tile of a slice of K
+#define ZERO_BYTES 2048  // at least 64 for each tile of a slice of K
 #define CROSS_BLOCK 256
 #define SELF_BLOCK 64
 #define BLOCK_WORDS (BLOCK_STATS_WORDS + HEAD_SIZE / 2)
@@ -178,6 +178,7 @@ struct Misc {
 };
 
 static_assert(sizeof(State) <= 4 * STATE_WORDS, "the state does not fit into its words");
+static_assert(8 * (N_WARPS * (HEAD_SIZE / 2) + N_WARPS) * 8 <= X_BYTES, "attention's shares do not fit");
 static_assert(N_WARPS * MAX_BLOCKS * BLOCK_WORDS * 4 <= SUMS_BYTES, "COMBINE has no room");
 static_assert(sizeof(Misc) <= MISC_BYTES, "the tables do not fit into their part of shared memory");
 static_assert(WIDTH % STATS_ELEMENTS == 0, "a norm's pieces do not fill the row");
@@ -187,23 +188,33 @@ static_assert(TARGET_ROWS * (WIDTH * 2 + X_ROW_PAD_BYTES) <= X_BYTES, "the rows 
 
 extern __shared__ __align__(128) unsigned char shared[];  // ring, activations, sums, Misc
 
-// What every body is given. All but two numbers lies at fixed places in shared memory: bodies are calls, and what lives
-// across a call is lost to the registers of what is called. Inlined into one loop they would spill.
+// What every body is given. All but four numbers lies at fixed places in shared memory.
 struct Machine {
     u32 epoch;  // of this step: phases publish epoch + EPOCH
     u32 phase;
+    u32 index;  // of the thread
+    u32 base;   // address of shared memory
 
-    static __device__ __forceinline__ unsigned char* x() { return shared + RING_BYTES; }  // activations; scores
-    static __device__ __forceinline__ float* sums() { return (float*)(shared + RING_BYTES + X_BYTES); }
-    static __device__ __forceinline__ Misc& misc() { return *(Misc*)(shared + RING_BYTES + X_BYTES + SUMS_BYTES); }
+    // What bodies derive from these two the compiler would otherwise keep from phase to phase, in registers that are
+    // then missing inside the phases: behind this it knows nothing of them any more.
+    __device__ __forceinline__ void forget() {
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+        base = shared_address(shared);
+        asm volatile("" : "+r"(base));
+    }
+
+    __device__ __forceinline__ void* at_offset(u32 bytes) const { return __cvta_shared_to_generic(base + bytes); }
+    __device__ __forceinline__ unsigned char* x() const { return (unsigned char*)at_offset(RING_BYTES); }
+    __device__ __forceinline__ float* sums() const { return (float*)at_offset(RING_BYTES + X_BYTES); }
+    __device__ __forceinline__ Misc& misc() const { return *(Misc*)at_offset(RING_BYTES + X_BYTES + SUMS_BYTES); }
     static __device__ __forceinline__ u32 sm() { return blockIdx.x; }
-    static __device__ __forceinline__ u32 thread() { return threadIdx.x; }
-    static __device__ __forceinline__ u32 warp() { return threadIdx.x >> 5; }
-    static __device__ __forceinline__ u32 lane() { return threadIdx.x & 31; }
-    static __device__ __forceinline__ u64 number(Parameter which) { return misc().parameters.word[which]; }
+    __device__ __forceinline__ u32 thread() const { return index; }
+    __device__ __forceinline__ u32 warp() const { return index >> 5; }
+    __device__ __forceinline__ u32 lane() const { return index & 31; }
+    __device__ __forceinline__ u64 number(Parameter which) const { return misc().parameters.word[which]; }
 
     template <class T>
-    static __device__ __forceinline__ T* at(Parameter which) {
+    __device__ __forceinline__ T* at(Parameter which) const {
         return (T*)number(which);
     }
     __device__ __forceinline__ u32 field(Phase word) const { return misc().phases[phase][word]; }

@@ -112,7 +112,8 @@ __device__ __forceinline__ void begin(const Machine m, const Parameters& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const __grid_constant__ Parameters p) {
-    Machine m = {0, 0};
+    Machine m = {0, 0, 0, 0};
+    m.forget();
     begin(m, p);
     State& state = m.misc().state;
     start_stream(m, 0);
@@ -140,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const
         }
 #pragma unroll 1
         for (m.phase = is_idle ? N_PHASES - 1 : 0; m.phase < N_PHASES; m.phase++) {
+            m.forget();
             run_phase(m);
         }
         if (state.leave != 0 || m.misc().dead) break;
@@ -173,7 +175,8 @@ __device__ __forceinline__ u32 tiles_before(const Machine m, u32 phase) {
 }
 
 extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_phase(const __grid_constant__ Parameters p) {
-    Machine m = {0, (u32)p.word[PARAMETER_PHASE]};
+    Machine m = {0, (u32)p.word[PARAMETER_PHASE], 0, 0};
+    m.forget();
     begin(m, p);
     State& state = m.misc().state;
     load_tables(m);

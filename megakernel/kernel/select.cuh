@@ -102,11 +102,12 @@ __device__ __forceinline__ const Pick* merge_partials(const Machine m) {
         if (m.lane() == 0) groups[i] = all;
     }
     __syncthreads();
-    if (m.warp() < state.n_rows) {
-        const Row& row = state.rows[m.warp()];
-        const Merged mine = m.lane() < PARTIAL_GROUPS ? groups[m.warp() * PARTIAL_GROUPS + m.lane()] : nothing();
+#pragma unroll 1
+    for (u32 r = m.warp(); r < state.n_rows; r += N_WARPS) {
+        const Row& row = state.rows[r];
+        const Merged mine = m.lane() < PARTIAL_GROUPS ? groups[r * PARTIAL_GROUPS + m.lane()] : nothing();
         const Merged all = over_warp(mine, row.last_mark != 0, row.position == state.slots[row.slot].watch_row);
-        if (m.lane() == 0) picks[m.warp()] = pick_of(all, state.slots[row.slot].flags & REQUEST_FLAG_MARKERS);
+        if (m.lane() == 0) picks[r] = pick_of(all, state.slots[row.slot].flags & REQUEST_FLAG_MARKERS);
     }
     __syncthreads();
     return picks;
@@ -340,7 +341,7 @@ __device__ __noinline__ void decide(const Machine m, const Pick* picks, u32 cont
     make_rows(m, slot);
 }
 
-__device__ __forceinline__ void select(const Machine m) {
+__device__ __noinline__ void select(const Machine m) {
     const u32 n_rows = m.misc().state.n_rows, epoch = m.epoch + m.field(PHASE_INPUT_EPOCH);
     const Pick* picks = n_rows != 0 ? merge_partials(m) : nullptr;
     if (m.warp() == 0) {

@@ -14,7 +14,7 @@ struct Stream {
     // As the last phase left it.
     __device__ __forceinline__ explicit Stream(const Machine m) {
         const uint4 at = m.misc().streams[m.warp()];
-        ring = shared_address(shared) + m.warp() * RING_TILES * TILE_BYTES + m.lane() * 16;
+        ring = m.base + m.warp() * RING_TILES * TILE_BYTES + m.lane() * 16;
         slot = at.x;
         next = at.y;
         tape = m.at<const char>(PARAMETER_TAPE) + (u64)at.z * TILE_BYTES + m.lane() * 16;
