@@ -50,6 +50,7 @@ NAME = "telephony"
 RESUMES = False
 PATH = "/telephony/"
 FREESWITCH_SUBPROTOCOL = "audio.drachtio.org"
+MAX_TRACKS = 2  # the caller's and the callee's
 _SILENCE = {"mulaw": b"\xff", "alaw": b"\xd5", "s16le": b"\0\0"}
 _CLOSE_CODES = {"server_full": 1013, "shutting_down": 1012, "internal": 1011}
 
@@ -165,6 +166,10 @@ class TelephonyDoor:
             return [self._publish("warning", message="audio before the call was begun")]
         if self._call.audio.channels > 1:  # every track hears its own channel of the same frames
             return [Tell(index, Audio(media.data)) for index in self._tracks.values() if media.data]
+        if media.track not in self._tracks and len(self._tracks) >= MAX_TRACKS:
+            return [
+                self._publish("warning", message=f"a call has {MAX_TRACKS} legs at most; {media.track!r} is left out")
+            ]
         effects = [] if media.track in self._tracks else [*self._open(media.track)]
         data = self._orders[media.track].push(media.data, media.number, media.timestamp_ms)
         return [*effects, *([Tell(self._tracks[media.track], Audio(data))] if data else [])]

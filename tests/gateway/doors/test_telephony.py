@@ -235,6 +235,14 @@ def test_two_tracks_in_one_socket_are_two_transcripts(world) -> None:
     assert len(simulation.sessions) == 2 and kinds(simulation).count("call_ended") == 1
 
 
+def test_a_third_leg_is_left_out_and_told(world) -> None:
+    scene = world.make_scene([0.5])
+    frames = [json.dumps(media_of(b"\xff" * 160, track=f"leg {index}")) for index in range(3)]
+    call = call_of("twilio", scene.samples)
+    simulation = simulate(world, scene, Call(call.path, call.first, frames, None, None, call.last))
+    assert len(simulation.sessions) == 2 and kinds(simulation).count("warning") == 1
+
+
 def test_stereo_of_freeswitch_is_caller_and_callee(world) -> None:
     scene = world.make_scene([0.5, 3, 1.5])
     stereo = np.stack([scene.samples[::2], np.zeros_like(scene.samples[::2])], axis=1)
