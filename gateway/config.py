@@ -59,6 +59,7 @@ class ServerConfig:
     max_upload_mb: int = 100  # 1..4096; MiB of a request with a recording
     idle_timeout_s: float = 600.0  # 1..86400; a client that sends nothing for so long is let go
     api_keys_file: str = ""  # one key a line; SENSEWAY_API_KEYS holds some too. Without any, everybody is let in
+    strict_options: bool = False  # refuse options without effect here, instead of naming them in a header
     calls_file: str = ""  # gets what is final of every telephone call, one JSON object a line
     audiosocket_port: int = 0  # 0..65535; TCP, for Asterisk's AudioSocket, without keys; 0: none
     allow_anonymous: bool = False  # listen where others can reach it, without keys

@@ -231,6 +231,7 @@ class Server:
             cards={name: served.card for name, served in models.items()},
             gate=config.vad,
             session=config.session,
+            is_strict=config.server.strict_options,
             twilio_auth_token=twilio_auth_token,
             aliases=dict(alias.split("=", 1) for alias in config.model_aliases),
         )

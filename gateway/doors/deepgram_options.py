@@ -96,6 +96,8 @@ def listen_options(knock: Knock, house: House) -> ListenOptions:
     if vocabulary and Capability.VOCABULARY not in card.capabilities:
         ignored.append("keyterm")
         vocabulary = ()
+    if ignored and house.is_strict:
+        raise _refused(ignored[0], f"without effect on this server: {', '.join(ignored)}")
     if knock.param("utterance_end_ms") and not _flag(knock, "interim_results"):
         raise _refused("utterance_end_ms", "utterance_end_ms needs interim_results=true")
     endpointing = knock.param("endpointing")

@@ -237,6 +237,9 @@ def open_door(knock: Knock, house: House) -> Admission:
     except BadValueError as error:
         status = 404 if error.code == "model_not_found" else 400
         raise AdmissionError(status, error.code, str(error), param=error.param) from error
+    if fields.ignored and house.is_strict:
+        said = f"without effect on this server: {', '.join(fields.ignored)}"
+        raise AdmissionError(400, "invalid_value", said, param=fields.ignored[0])
     ignored = {"X-Senseway-Ignored": ", ".join(fields.ignored)} if fields.ignored else {}
     kind = "text/event-stream" if request.is_streamed else _CONTENT_TYPES[request.response_format]
     headers = {"Content-Type": kind, **ignored}

@@ -1,6 +1,7 @@
 """Deepgram's prerecorded protocol against a session on a virtual clock."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +65,13 @@ def test_what_is_without_effect_is_named_and_what_is_not_here_refused(world) -> 
     assert headers["dg-ignored"] == "diarize, redact" and headers["dg-request-id"]
     with pytest.raises(AdmissionError, match="parakeet"):
         admit(world, model="parakeet")
+
+
+def test_a_strict_server_refuses_what_is_without_effect(world) -> None:
+    house = replace(world.house(), is_strict=True)
+    query = (("model", "nova-3"), ("diarize", "true"))
+    with pytest.raises(AdmissionError, match="diarize"):
+        deepgram_file.open_door(world.knock(query=query), house)
 
 
 def test_a_server_that_gives_up_answers_with_a_status(world) -> None:

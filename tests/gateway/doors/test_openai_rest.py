@@ -1,6 +1,7 @@
 """The OpenAI REST door against a session on a virtual clock: fields, bodies and streams."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -175,6 +176,13 @@ def test_without_a_chunking_strategy_turns_end_as_the_server_is_set_up(world) ->
 def test_a_temperature_is_said_to_be_without_effect(world) -> None:
     assert options_of(world, ("temperature", "0.4"))[2].headers["X-Senseway-Ignored"] == "temperature"
     assert "X-Senseway-Ignored" not in options_of(world, ("temperature", "0"))[2].headers
+
+
+def test_a_strict_server_refuses_a_temperature(world) -> None:
+    house = replace(world.house(), is_strict=True)
+    knock = world.knock(query=(("model", "reader"), ("temperature", "0.4")))
+    with pytest.raises(AdmissionError, match="temperature"):
+        openai_rest.open_door(knock, house)
 
 
 def test_translations_ask_for_english(world) -> None:
