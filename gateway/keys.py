@@ -110,7 +110,14 @@ def _from_file(path: Path) -> list[str]:
 
 def exposure_problem(server: ServerConfig, keys: Keys) -> str | None:
     """Why listening at this address would let strangers in, ``None`` if it would not."""
-    if keys or server.allow_anonymous or _is_loopback(server.host):
+    if server.allow_anonymous or _is_loopback(server.host):
+        return None
+    if keys and server.audiosocket_port:
+        return (
+            f"AudioSocket knows no keys, so port {server.audiosocket_port} on {server.host} lets everybody in who can "
+            "reach it: keep it on a network of its own and say --allow-anonymous, or leave server.audiosocket_port out"
+        )
+    if keys:
         return None
     return (
         f"listening on {server.host} lets everybody in who can reach it: set {API_KEYS_VARIABLE} or "

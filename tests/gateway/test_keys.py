@@ -85,3 +85,5 @@ def test_a_wider_address_needs_keys_or_an_explicit_word(host: str) -> None:
     assert problem is not None and host in problem and "--allow-anonymous" in problem
     assert exposure_problem(ServerConfig(host=host), Keys([KEY])) is None
     assert exposure_problem(ServerConfig(host=host, allow_anonymous=True), Keys()) is None
+    audiosocket = exposure_problem(ServerConfig(host=host, audiosocket_port=9_092), Keys([KEY]))
+    assert audiosocket is not None and "9092" in audiosocket
