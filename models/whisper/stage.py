@@ -250,7 +250,7 @@ class Listener:
     def prepare(self, shapes: Sequence[tuple[int, int]]) -> None:
         """Have what is needed for these (windows, encoded positions) ready before it is asked for."""
         for n_windows, n_encoded in shapes:
-            self._of(n_windows, n_encoded)
+            self._of(n_encoded, range(n_windows))
 
     def listen(self, windows: Sequence[NDArray[np.float32]], slots: Sequence[int]) -> list[int | None]:
         """Write each window [n_samples] to its slot: how many positions it has, ``None`` for digital silence."""
@@ -258,15 +258,16 @@ class Listener:
         lengths = [encoded_positions(len(window), config.n_audio_positions) for window in windows]
         loudest: dict[int, float] = {}
         for n_encoded, indices in grouped(lengths, config.n_audio_positions):
-            captured = self._of(len(indices), n_encoded)
+            captured = self._of(n_encoded, [slots[index] for index in indices])
             captured.fill([(windows[index], lengths[index], slots[index]) for index in indices])
             loudest |= dict(zip(indices, captured.run(), strict=True))
         return [length if loudest[index] > DIGITAL_SILENCE else None for index, length in enumerate(lengths)]
 
-    def _of(self, n_windows: int, n_encoded: int) -> "_Captured":
-        key = n_windows, n_encoded
+    def _of(self, n_encoded: int, slots: Sequence[int]) -> "_Captured":
+        """The shape's; where it is new, ``slots`` are written to on the way, which no one else may be reading."""
+        key = len(slots), n_encoded
         if key not in self._captured:
-            self._captured[key] = _Captured(self.stage, n_windows, n_encoded, self._stream)
+            self._captured[key] = _Captured(self.stage, n_encoded, slots, self._stream)
         return self._captured[key]
 
 
@@ -298,18 +299,18 @@ def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
 class _Captured:
     """One shape of the stage's inputs: where they lie, and the graph that works on them."""
 
-    def __init__(self, stage: Stage, n_windows: int, n_encoded: int, stream: torch.cuda.Stream | None) -> None:
-        device = stage.cross_cache.device
+    def __init__(self, stage: Stage, n_encoded: int, slots: Sequence[int], stream: torch.cuda.Stream | None) -> None:
+        """``slots`` are those that the runs before capture write to."""
+        n_windows, device = len(slots), stage.cross_cache.device
         self._stream = stream
         is_cuda = device.type == "cuda"
         self._host_samples = torch.zeros(n_windows, n_encoded * POSITION_SAMPLES, pin_memory=is_cuda)
         self._host_numbers = torch.zeros(2, n_windows, dtype=torch.int64, pin_memory=is_cuda)
-        self._host_numbers[0] = 1  # windows of nothing, in different slots, for the runs before capture
-        self._host_numbers[1] = torch.arange(n_windows)
+        self._host_numbers[0] = 1  # windows of nothing, for the runs before capture
+        self._host_numbers[1] = torch.tensor(list(slots))
         self._samples = self._host_samples.to(device)
         self._numbers = self._host_numbers.to(device)
-        n_positions, slots = self._numbers.unbind()
-        work = partial(stage, self._samples, n_positions, slots)
+        work = partial(stage, self._samples, *self._numbers.unbind())
         self._replay: Callable[[], Tensor] = work if stream is None else _capture(work, stream)
 
     def fill(self, windows: Sequence[tuple[NDArray[np.float32], int, int]]) -> None:
