@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -246,6 +246,8 @@ class Listener:
         self.stage = stage
         self._stream = stream
         self._captured: dict[tuple[int, int], _Captured] = {}
+        # Memory that this listener's graphs share, since no two of them run at a time; a pool ends with its last graph.
+        self._pool: Any = None if stream is None else torch.cuda.graph_pool_handle()  # torch's own type is private
 
     def prepare(self, shapes: Sequence[tuple[int, int]]) -> None:
         """Have what is needed for these (windows, encoded positions) ready before it is asked for."""
@@ -267,7 +269,7 @@ class Listener:
         """The shape's; where it is new, ``slots`` are written to on the way, which no one else may be reading."""
         key = len(slots), n_encoded
         if key not in self._captured:
-            self._captured[key] = _Captured(self.stage, n_encoded, slots, self._stream)
+            self._captured[key] = _Captured(self.stage, n_encoded, slots, self._stream, self._pool)
         return self._captured[key]
 
 
@@ -299,7 +301,9 @@ def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
 class _Captured:
     """One shape of the stage's inputs: where they lie, and the graph that works on them."""
 
-    def __init__(self, stage: Stage, n_encoded: int, slots: Sequence[int], stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, stage: Stage, n_encoded: int, slots: Sequence[int], stream: torch.cuda.Stream | None, pool: Any
+    ) -> None:
         """``slots`` are those that the runs before capture write to."""
         n_windows, device = len(slots), stage.cross_cache.device
         self._stream = stream
@@ -311,7 +315,7 @@ class _Captured:
         self._samples = self._host_samples.to(device)
         self._numbers = self._host_numbers.to(device)
         work = partial(stage, self._samples, *self._numbers.unbind())
-        self._replay: Callable[[], Tensor] = work if stream is None else _capture(work, stream)
+        self._replay: Callable[[], Tensor] = work if stream is None else _capture(work, stream, pool)
 
     def fill(self, windows: Sequence[tuple[NDArray[np.float32], int, int]]) -> None:
         """Take (samples, positions, slot) of each window. What was run before must be over."""
@@ -332,14 +336,14 @@ class _Captured:
 _N_WARM_UPS = 2  # libraries choose and allocate in the first
 
 
-def _capture(work: Callable[[], Tensor], stream: torch.cuda.Stream) -> Callable[[], Tensor]:
+def _capture(work: Callable[[], Tensor], stream: torch.cuda.Stream, pool: Any) -> Callable[[], Tensor]:
     """``work`` as a graph that gives the same result. Not by ``torch.cuda.graph``, which collects garbage first."""
     graph: Any = torch.cuda.CUDAGraph()  # its methods have no types
     with on(stream):
         for _ in range(_N_WARM_UPS):
             work()
         stream.synchronize()
-        graph.capture_begin(pool=_pool(), capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             result = work()
         finally:
@@ -350,12 +354,6 @@ def _capture(work: Callable[[], Tensor], stream: torch.cuda.Stream) -> Callable[
         return result
 
     return replay
-
-
-@cache
-def _pool() -> Any:  # torch's own type of handles is private
-    """Memory that all graphs share, since no two of them run at a time."""
-    return torch.cuda.graph_pool_handle()
 
 
 def _encoder_layers(model: Whisper) -> list[EncoderLayer]:
