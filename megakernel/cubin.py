@@ -22,7 +22,7 @@ from .errors import CompileError, CompilerMissingError, KernelCompileError
 from .isa import Op, Phase
 from .ops import FusedHead, FusedLinear
 from .program import Program
-from .target import MISC_BYTES, SUMS_BYTES
+from .target import SUMS_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ def program_header(program: Program) -> str:
         "N_SMS": target.n_sms,
         "N_PHASES": n_phases,
         "TARGET_ROWS": target.max_rows,
-        "RING_TILES": target.ring_tiles,
+        "RING_TILES": program.ring_tiles,
         "X_BYTES": target.x_bytes,
         "SUMS_BYTES": SUMS_BYTES,
-        "MISC_BYTES": MISC_BYTES,
+        "MISC_BYTES": program.misc_bytes,
         "WIDTH": sizes.width,
         "N_HEADS": sizes.width // sizes.head_size,
         "N_LAYERS": sizes.n_layers,

@@ -25,7 +25,7 @@ from .isa import Parameter
 from .mailbox import ADDRESSES, MAILBOX_BYTES, OFFSETS, Mailbox
 from .ops import Embed, FusedLinear
 from .program import Program
-from .target import MISC_BYTES, SUMS_BYTES
+from .target import SUMS_BYTES
 from .upload import Constants, Packed, as_tensor, constant, upload_weights
 
 log = logging.getLogger(__name__)
@@ -257,8 +257,8 @@ class Launcher:
 
 def dynamic_shared_bytes(program: Program) -> int:
     """Shared memory that a launch asks for."""
-    target = program.target
-    return target.ring_tiles * isa.N_WARPS * isa.TILE_BYTES + target.x_bytes + SUMS_BYTES + MISC_BYTES
+    ring_bytes = program.ring_tiles * isa.N_WARPS * isa.TILE_BYTES
+    return ring_bytes + program.target.x_bytes + SUMS_BYTES + program.misc_bytes
 
 
 def _check_target(program: Program, device: Device) -> None:

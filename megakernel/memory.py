@@ -25,15 +25,16 @@ from .isa import (
     Task,
 )
 from .schedule import Schedule, tiles_of_warps
-from .target import MISC_BYTES, Target
+from .target import MIN_RING_TILES, MISC_BYTES, Target
 from .tasks import HEAD_SIZE, PhaseTasks
 
 N_REPLICAS = 4  # of exchanged rows; an SM reads replica SM mod this, measured fastest on 132 SMs
 ALIGN_WORDS = 16  # of the exchange area's parts: a line of 128 bytes
 WORD_BYTES = 4
-FIXED_BYTES = 4864  # of MISC_BYTES for what every program has: parameters, slots, rows (`struct Misc` in machine.cuh)
+FIXED_BYTES = 4864  # of what every program has at hand: parameters, slots, rows (`struct Misc` in machine.cuh)
 STATS_BYTES = 2 * 2 * WORD_BYTES  # for a row's sum and sum of squares over STATS_ELEMENTS, by parity of the phase
 AUX_GRANULE_BYTES = GRANULE_ROWS * 2 * WORD_BYTES
+ALIGN_BYTES = 128  # of the parts of shared memory
 STAGE = "memory"
 
 
@@ -67,8 +68,10 @@ class Memory:
     aux: NDArray[np.int64]  # [n_phases, n_sms] first granule's index in the SM's auxiliary floats
     aux_granules: int  # of the SM that has most
     linear_aux_granules: int  # of these, the ones before the head's, on the SM that has most
-    aux_in_shared: bool  # whether those fit MISC_BYTES beside the rest
-    records_bytes: int  # of MISC_BYTES that are taken before: task records, residual stream, rows, slots
+    aux_in_shared: bool  # whether those fit misc_bytes beside the rest
+    records_bytes: int  # of misc_bytes that are taken before: records of phases, residual stream, rows, slots
+    misc_bytes: int  # of shared memory for all that: MISC_BYTES, or more where the records need it
+    ring_tiles: int  # that each warp loads ahead, in what shared memory is left
     buffers: tuple[Buffers, ...]  # [n_phases]
     exchange_words: int
     control_word: int
@@ -84,8 +87,12 @@ def lay_out(phases: Sequence[PhaseTasks], schedule: Schedule, target: Target, si
     linear_aux_granules = int(aux[[phase.op is Op.HEAD for phase in phases]].max())
     residual_granules = _residual_granules(phases, schedule)
     records_bytes = _records_bytes(len(phases), residual_granules, target, sizes)
-    if records_bytes > MISC_BYTES:
-        rule = f"records, rows and residual stream of an SM take {records_bytes} bytes; it has {MISC_BYTES} for them"
+    misc_bytes = max(MISC_BYTES, -(-records_bytes // ALIGN_BYTES) * ALIGN_BYTES)
+    ring_tiles = target.ring_tiles(misc_bytes)
+    if ring_tiles < MIN_RING_TILES:
+        rule = (
+            f"records, rows and residual stream of an SM take {records_bytes} bytes, which leaves no room for the ring"
+        )
         raise CompileError(STAGE, f"{len(phases)} phases on {target.name}", rule)
     buffers, control_word = _exchange(phases, target)
     memory = Memory(
@@ -95,8 +102,10 @@ def lay_out(phases: Sequence[PhaseTasks], schedule: Schedule, target: Target, si
         aux=aux,
         aux_granules=aux_granules,
         linear_aux_granules=linear_aux_granules,
-        aux_in_shared=records_bytes + linear_aux_granules * AUX_GRANULE_BYTES <= MISC_BYTES,
+        aux_in_shared=records_bytes + linear_aux_granules * AUX_GRANULE_BYTES <= misc_bytes,
         records_bytes=records_bytes,
+        misc_bytes=misc_bytes,
+        ring_tiles=ring_tiles,
         buffers=buffers,
         exchange_words=control_word + ALIGN_WORDS,
         control_word=control_word,
@@ -269,8 +278,8 @@ def dump(memory: Memory, phases: Sequence[PhaseTasks], target: Target) -> str:
     aux_bytes = memory.linear_aux_granules * AUX_GRANULE_BYTES
     lines = [
         f"tape      {len(memory.tile_index)} tiles of {TILE_BYTES} bytes, {of_warp.min()} to {of_warp.max()} a warp",
-        f"ring      {target.ring_tiles} tiles a warp",
-        f"at hand   {memory.records_bytes} + {aux_bytes} of {MISC_BYTES} bytes: records and stream"
+        f"ring      {memory.ring_tiles} tiles a warp",
+        f"at hand   {memory.records_bytes} + {aux_bytes} of {memory.misc_bytes} bytes: records and stream"
         f" + row sums and biases{'' if memory.aux_in_shared else ', which stay in global memory'}",
         f"exchange  {memory.exchange_words} words, {memory.epochs_per_step} epochs a step",
     ]

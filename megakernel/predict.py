@@ -54,7 +54,7 @@ def predict(
             waits[index + 1] = visible[op] > words[Phase.BLOCK]  # a row of one block needs no COMBINE
     total_bytes = int(weights.sum() + caches.sum())
     bandwidth = program.target.bandwidth_gb_s
-    ring_bytes = program.target.ring_tiles * N_WARPS * TILE_BYTES
+    ring_bytes = program.ring_tiles * N_WARPS * TILE_BYTES
     return Prediction(
         n_slots=n_slots,
         n_positions=n_positions,

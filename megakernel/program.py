@@ -41,6 +41,8 @@ class Program:
     aux_granules: int  # of the SM that has most
     linear_aux_granules: int  # of these, the ones of LINEAR phases, which come first; on the SM that has most
     aux_in_shared: bool  # whether an SM has room for those; else they stay in global memory
+    misc_bytes: int  # of shared memory for records, rows, statistics, the residual stream and what of aux fits
+    ring_tiles: int  # that each warp loads ahead
     exchange_words: int
     control_word: int  # where the control word lies in the exchange area
     epochs_per_step: int
@@ -76,6 +78,8 @@ def encode(
         aux_granules=memory.aux_granules,
         linear_aux_granules=memory.linear_aux_granules,
         aux_in_shared=memory.aux_in_shared,
+        misc_bytes=memory.misc_bytes,
+        ring_tiles=memory.ring_tiles,
         exchange_words=memory.exchange_words,
         control_word=memory.control_word,
         epochs_per_step=memory.epochs_per_step,
@@ -250,7 +254,7 @@ def dump(program: Program) -> str:
         f"{padding_bytes(program)}",
         f"balance    bytes of an SM max/mean {balance(bytes_.sum(axis=0)):.4f}, "
         f"of a warp {balance(program.warp_tiles[:, :, 1].astype(np.int64)):.4f}",
-        f"ring       {target.ring_tiles} tiles a warp",
+        f"ring       {program.ring_tiles} tiles a warp",
         f"exchange   {program.exchange_words} words in {program.n_replicas} replicas, control at "
         f"{program.control_word}, {program.epochs_per_step} epochs a step",
         f"residual   {program.residual_granules} granules an SM at most",

@@ -10,7 +10,7 @@ from .isa import MAX_ROWS, N_WARPS, TILE_BYTES, X_ROW_PAD_BYTES
 
 X_CHUNK_ELEMENTS = 1280  # of one row of activations that shared memory holds at MAX_ROWS; fewer rows hold more
 SUMS_BYTES = 16384  # partial sums of the warps, attention's scratch with the activations' part
-MISC_BYTES = 16384  # tables, rows, statistics, the residual stream
+MISC_BYTES = 16384  # records, rows, statistics, the residual stream; a program with more takes it from the ring
 MIN_RING_TILES = 2
 
 
@@ -28,7 +28,7 @@ class Target:
     def __post_init__(self) -> None:
         if self.n_sms < 1 or self.max_rows not in (8, MAX_ROWS):
             raise ValueError(f"{self.name}: {self.n_sms} SMs and {self.max_rows} rows; at least 1 and 8 or {MAX_ROWS}")
-        if self.ring_tiles < MIN_RING_TILES:
+        if self.ring_tiles() < MIN_RING_TILES:
             raise ValueError(f"{self.name}: {self.shared_bytes} bytes of shared memory leave no room for the ring")
 
     @property
@@ -36,10 +36,9 @@ class Target:
         """Shared memory for the rows of activations."""
         return self.max_rows * (X_CHUNK_ELEMENTS * 2 + X_ROW_PAD_BYTES)
 
-    @property
-    def ring_tiles(self) -> int:
-        """How many tiles each warp loads ahead."""
-        return (self.shared_bytes - self.x_bytes - SUMS_BYTES - MISC_BYTES) // (N_WARPS * TILE_BYTES)
+    def ring_tiles(self, misc_bytes: int = MISC_BYTES) -> int:
+        """How many tiles each warp loads ahead, beside so many bytes of records and rows."""
+        return (self.shared_bytes - self.x_bytes - SUMS_BYTES - misc_bytes) // (N_WARPS * TILE_BYTES)
 
 
 # Bandwidths are 0.9 of the data sheets', as measured on an H200 (copy 4.16, stream 4.3 TB/s of 4.8).

@@ -47,7 +47,7 @@ def test_a_large_decoder_is_level_and_fits_every_known_gpu(large_graph, target):
     program = compile_program(graph, target)
     assert time.process_time() - began_s < 5  # about 0.1 on one core
     assert predict(program).balance <= MAX_IMBALANCE
-    assert program.aux_in_shared == (target.n_sms >= 132)  # fewer SMs have more granules each
+    assert program.aux_in_shared == (target.n_sms >= 108)  # fewer SMs have more granules each
 
 
 def test_the_checker_agrees(large_graph):

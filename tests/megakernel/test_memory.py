@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 
 from megakernel.errors import CompileError
 from megakernel.fuse import fuse
-from megakernel.isa import BATCH_GRANULES, N_WARPS, PARTIAL_WORDS, Op
+from megakernel.isa import BATCH_GRANULES, N_WARPS, PARTIAL_WORDS, TILE_BYTES, Op
 from megakernel.memory import ALIGN_WORDS, AUX_GRANULE_BYTES, N_REPLICAS, dump, lay_out, parts, verify
 from megakernel.schedule import assign_to_sms
-from megakernel.target import MISC_BYTES, Target
+from megakernel.target import MISC_BYTES, SUMS_BYTES, Target
 from megakernel.tasks import split_into_tasks
 
 
-def laid_out(graph, n_sms, *, max_rows=16):
-    target = Target(f"{n_sms} SMs", "sm_90a", n_sms, 232_448, max_rows=max_rows)
+def laid_out(graph, n_sms, *, max_rows=16, shared_bytes=232_448):
+    target = Target(f"{n_sms} SMs", "sm_90a", n_sms, shared_bytes, max_rows=max_rows)
     phases = split_into_tasks(fuse(graph), graph.sizes)
     schedule = assign_to_sms(phases, target)
     return lay_out(phases, schedule, target, graph.sizes), phases, schedule, target
@@ -110,21 +110,36 @@ def test_auxiliary_floats_follow_in_the_order_of_use(tiny_graph):
 
 
 def test_auxiliary_floats_are_in_shared_memory_only_where_they_fit(tiny_graph):
+    graph = tiny_graph(n_layers=2)
     for n_sms in (2, 3, 12):
-        memory, *_ = laid_out(tiny_graph(), n_sms)
+        memory, *_ = laid_out(graph, n_sms)
         n_bytes = memory.records_bytes + memory.linear_aux_granules * AUX_GRANULE_BYTES
+        assert memory.misc_bytes == MISC_BYTES
         assert memory.aux_in_shared == (n_bytes <= MISC_BYTES)
-    assert memory.aux_in_shared and not laid_out(tiny_graph(), 2)[0].aux_in_shared
+    assert memory.aux_in_shared and not laid_out(graph, 2)[0].aux_in_shared
+
+
+def test_records_of_many_phases_take_their_room_from_the_ring(tiny_graph):
+    few, _, _, target = laid_out(tiny_graph(), 12)
+    many, *_ = laid_out(tiny_graph(n_layers=30), 12)
+    assert few.records_bytes < MISC_BYTES < many.records_bytes <= many.misc_bytes
+    assert few.misc_bytes == MISC_BYTES and few.ring_tiles == target.ring_tiles()
+    assert many.ring_tiles < few.ring_tiles
+    for memory in (few, many):
+        ring_bytes = memory.ring_tiles * N_WARPS * TILE_BYTES
+        left = target.shared_bytes - target.x_bytes - SUMS_BYTES - memory.misc_bytes - ring_bytes
+        assert 0 <= left < N_WARPS * TILE_BYTES
 
 
 def test_more_phases_than_shared_memory_holds_are_refused(tiny_graph):
-    with pytest.raises(CompileError, match=r"memory: 502 phases on 12 SMs: .* take \d+ bytes; it has 10240"):
-        laid_out(tiny_graph(n_layers=50), 12)
+    with pytest.raises(CompileError, match=r"memory: 702 phases on 12 SMs: .* take \d+ bytes, which leaves no room"):
+        laid_out(tiny_graph(n_layers=70), 12, max_rows=8, shared_bytes=101_376)
 
 
 def test_a_residual_stream_too_wide_for_the_sms_is_refused(tiny_graph):
+    laid_out(tiny_graph(width=1280), 3, shared_bytes=110_000)
     with pytest.raises(CompileError, match="records, rows and residual stream of an SM take"):
-        laid_out(tiny_graph(width=256), 2)
+        laid_out(tiny_graph(width=1280), 2, shared_bytes=110_000)
 
 
 def test_a_tile_laid_out_twice_is_refused(tiny_graph):
@@ -161,6 +176,6 @@ def test_too_few_auxiliary_floats_are_refused(tiny_graph):
 
 
 def test_dump_says_where_everything_lies(tiny_graph):
-    memory, phases, _, target = laid_out(tiny_graph(), 2)
+    memory, phases, _, target = laid_out(tiny_graph(n_layers=2), 2)
     text = dump(memory, phases, target)
     assert "which stay in global memory" in text and "0.attention.blocks" in text and "control" in text

@@ -112,4 +112,4 @@ def test_the_units_of_slots_spread_evenly_over_the_sms(n_heads, n_blocks, n_slot
 def test_dump_has_a_line_for_each_phase():
     lines = dump(split_into_tasks(STEP, SIZES)).splitlines()
     assert len(lines) == 9
-    assert "128 → 384: 48 granules of 4 tiles, 4 warps x 4" in lines[0] and lines[0].endswith("EMBED NORM STREAM")
+    assert "128 → 384: 48 granules of 4 tiles, 4 warps x 2" in lines[0] and lines[0].endswith("EMBED NORM STREAM")
