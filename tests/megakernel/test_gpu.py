@@ -6,7 +6,9 @@ adds up in another order, so log-probabilities are compared by tolerance, and to
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,17 +21,22 @@ from megakernel.device import Device, find_device, target_for
 from megakernel.errors import NoDeviceError
 from megakernel.evaluate import Memory, network_of, run_requests
 from megakernel.graph import Graph
-from megakernel.isa import EndReason, RecordKind
+from megakernel.isa import EndReason
 from megakernel.launcher import Launcher, Mode
-from megakernel.mailbox import DoneRecord, SegmentRecord, SlotRecord, TokenRecord
+from megakernel.mailbox import DoneRecord, LeftRecord, SegmentRecord, SlotRecord, TokenRecord, decode_record
 from megakernel.request import Request
 from megakernel.runtime import Runtime
+from megakernel.select import record_words
 from megakernel.selftest import ensure_right
+from megakernel.target import X_CHUNK_ELEMENTS
 
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = 0.03  # of a log-probability: some bfloat16 roundings fall the other way
 TIMEOUT_S = 20.0
+N_MARKERS = 100
+FREE, STRIPED, FEW_WORDS = range(3)  # rules: what they leave of the text
+WORD_STEP = 64  # from one word to the next that FEW_WORDS leaves; it leaves no end token
 
 Constants = dict[str, NDArray[np.float32]]
 Tokens = list[tuple[int, float]]  # token, log-probability
@@ -58,28 +65,60 @@ def device() -> Device:
 
 
 @pytest.fixture(scope="module")
-def setup(
-    device: Device,
-    tiny_graph: Callable[..., Graph],
-    random_constants: Callable[[Graph, int], Constants],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Setup]:
-    n_tokens = 8 * device.n_sms + 200  # each SM has some
-    graph = tiny_graph(n_layers=2, n_tokens=n_tokens, mark_begin=n_tokens - 100)
-    constants = random_constants(graph, 11)
-    sizes = graph.sizes
-    program = compile_program(graph, target_for(device))
-    bitmaps = np.zeros((2, 2, bitmap_words(sizes.n_tokens)), np.uint32)
-    bitmaps[1, :, 0] = 0xF0F0F0F0
-    tensors = {name: torch.from_numpy(array) for name, array in constants.items()}
-    cache: Path = tmp_path_factory.mktemp("cache")
-    launcher = Launcher.load(program, tensors, bitmaps, device=device, cache=cache)
-    rng = np.random.default_rng(5)
-    cross = torch.from_numpy(rng.standard_normal(tuple(launcher.buffers.cross_cache.shape), dtype=np.float32))
-    launcher.buffers.cross_cache.copy_(cross)
-    torch.cuda.synchronize()
-    yield Setup(graph, constants, bitmaps, cross.bfloat16().float().numpy(), launcher)
-    launcher.close()
+def set_up(
+    device: Device, random_constants: Callable[[Graph, int], Constants], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Graph], Setup]]:
+    setups: list[Setup] = []
+
+    def load(graph: Graph) -> Setup:
+        constants, bitmaps = random_constants(graph, 11), bitmaps_of(graph)
+        words_of_few(constants["tokens"])[:] *= 0.2  # else the last word, fed back, would win for ever
+        tensors = {name: torch.from_numpy(array) for name, array in constants.items()}
+        cache: Path = tmp_path_factory.mktemp("cache")
+        program = compile_program(graph, target_for(device))
+        launcher = Launcher.load(program, tensors, bitmaps, device=device, cache=cache)
+        rng = np.random.default_rng(5)
+        cross = torch.from_numpy(rng.standard_normal(tuple(launcher.buffers.cross_cache.shape), dtype=np.float32))
+        launcher.buffers.cross_cache.copy_(cross)
+        torch.cuda.synchronize()
+        setups.append(Setup(graph, constants, bitmaps, cross.bfloat16().float().numpy(), launcher))
+        return setups[-1]
+
+    yield load
+    for setup in setups:
+        setup.launcher.close()
+
+
+@pytest.fixture(scope="module")
+def graph_of(device: Device, tiny_graph: Callable[..., Graph]) -> Callable[..., Graph]:
+    n_tokens = 8 * device.n_sms + 2 * N_MARKERS  # each SM has some
+    return partial(tiny_graph, n_tokens=n_tokens, mark_begin=n_tokens - N_MARKERS)
+
+
+@pytest.fixture(scope="module")
+def setup(set_up: Callable[[Graph], Setup], graph_of: Callable[..., Graph]) -> Setup:
+    return set_up(graph_of(n_layers=2))
+
+
+@pytest.fixture(scope="module")
+def wide(set_up: Callable[[Graph], Setup], graph_of: Callable[..., Graph]) -> Setup:
+    """One with an inner size of which shared memory holds a few rows whole, and many only in pieces."""
+    return set_up(graph_of(wide=4 * X_CHUNK_ELEMENTS))
+
+
+def words_of_few(of_tokens: NDArray[Any]) -> NDArray[Any]:
+    """The part of ``of_tokens`` [n_tokens, ...] that is of the words which FEW_WORDS leaves."""
+    return of_tokens[: -N_MARKERS - 1 : WORD_STEP]
+
+
+def bitmaps_of(graph: Graph) -> NDArray[np.uint32]:
+    """[rules, 2, words], for the rules FREE, STRIPED and FEW_WORDS."""
+    bitmaps = np.zeros((3, 2, bitmap_words(graph.sizes.n_tokens)), np.uint32)
+    bitmaps[STRIPED, :, 0] = 0xF0F0F0F0
+    suppressed = np.arange(bitmaps.shape[-1] * 32) < graph.sizes.mark_begin
+    words_of_few(suppressed[: graph.sizes.n_tokens])[:] = False
+    bitmaps[FEW_WORDS] = np.packbits(suppressed, bitorder="little").view(np.uint32)
+    return bitmaps
 
 
 def request(**changes: object) -> Request:
@@ -106,21 +145,23 @@ def tokens_of(records: Sequence[SlotRecord]) -> Tokens:
     return [(record.token, record.log_probability) for record in records if isinstance(record, TokenRecord)]
 
 
-def reference(setup: Setup, requests: Sequence[Request]) -> list[Tokens]:
-    """What ``evaluate`` decodes."""
+def reference(setup: Setup, requests: Sequence[Request]) -> list[list[SlotRecord]]:
+    """What ``evaluate`` decodes: the records of each request, all as of step 0."""
     sizes = setup.graph.sizes
     network = network_of(setup.launcher.program.ops, sizes, setup.constants)
     memory = Memory.empty(sizes, network.n_score_heads)
     memory.cross_cache[:] = setup.cross
     told = run_requests(network, memory, requests, setup.bitmaps)
+    records = [decode_record(record_words(emitted, step=0, sequence=1)) for emitted in told]
     return [
-        [(each.token, float(each.value)) for each in told if each.kind is RecordKind.TOKEN and each.slot == slot]
+        [record for record in records if not isinstance(record, LeftRecord) and record.slot == slot]
         for slot in range(len(requests))
     ]
 
 
-def assert_close(got: Tokens, expected: Tokens) -> None:
+def assert_close(got_records: Sequence[SlotRecord], expected_records: Sequence[SlotRecord]) -> None:
     """The same tokens with nearly the same log-probabilities, up to a place where two tokens are equally good."""
+    got, expected = tokens_of(got_records), tokens_of(expected_records)
     for (token, log_probability), (expected_token, expected_log_probability) in zip(got, expected, strict=False):
         assert log_probability == pytest.approx(expected_log_probability, abs=TOLERANCE)
         if token != expected_token:
@@ -142,23 +183,25 @@ def test_the_test_at_load_finds_it_right_and_remembers(setup: Setup, tmp_path: P
 
 def test_it_decodes_what_the_reference_decodes(setup: Setup) -> None:
     requests = [request(head=(3 + slot, 14, 15)) for slot in range(3)]
-    got = [tokens_of(records) for records in run(setup.runtime(), requests)]
-    for one, expected in zip(got, reference(setup, requests), strict=True):
-        assert_close(one, expected)
+    for records, expected in zip(run(setup.runtime(), requests), reference(setup, requests), strict=True):
+        assert_close(records, expected)
 
 
 def test_it_obeys_markers_prefixes_and_bitmaps_as_the_reference_does(setup: Setup) -> None:
     begin = setup.graph.sizes.mark_begin
     requests = [
-        request(markers=True, max_first_mark=10),
-        request(prefix=(begin, 5, 6), markers=True, max_first_mark=10, rules=1),
+        request(markers=True, max_first_mark=10, rules=FEW_WORDS),
+        request(prefix=(begin, 5, 6), markers=True, max_first_mark=10, rules=STRIPED),
         request(n_positions=100, n_plain=40, tail_bias=-1.5, watch_row=0, watch_token=7),
         request(inverse_temperature=0.8, seed=9),
+        request(markers=True, max_first_mark=10),
     ]
-    records = run(setup.runtime(), requests)
-    for one, expected in zip(records, reference(setup, requests), strict=True):
-        assert_close(tokens_of(one), expected)
-    assert any(isinstance(record, SegmentRecord) for record in records[0])
+    records, expected = run(setup.runtime(), requests), reference(setup, requests)
+    for one, expected_one in zip(records, expected, strict=True):
+        assert_close(one, expected_one)
+    segments = _segments(expected[0])
+    assert len(segments) > 3  # few words, so a marker follows each, and no two candidates are nearly as good
+    assert _segments(records[0]) == segments
 
 
 def test_two_runs_are_bit_identical(setup: Setup) -> None:
@@ -186,6 +229,17 @@ def test_a_draft_changes_the_steps_and_nothing_else(setup: Setup) -> None:
     assert isinstance(done, DoneRecord)
     assert done.n_verified >= len(tokens) - 1
     assert len(steps) < len(tokens) / 2
+
+
+def test_where_few_rows_go_in_larger_pieces_neither_draft_nor_neighbours_change_a_bit(wide: Setup) -> None:
+    neighbours = [request(head=(slot + 1, 2)) for slot in range(1, 8)]
+    (plain,) = run(wide.runtime(), [request()])
+    assert_close(plain, reference(wide, [request()])[0])
+    tokens = tuple(token for token, _ in tokens_of(plain))
+    for draft in ((), tokens, (*tokens[:4], 1, *tokens[5:])):
+        for others in ([], neighbours):  # with all of these and a draft the rows of a step are all taken
+            drafted, *_ = run(wide.runtime(), [request(draft=draft), *others])
+            assert tokens_of(drafted) == tokens_of(plain)
 
 
 @pytest.mark.parametrize("mode", [Mode.GRAPH, Mode.GRAPH_DEPENDENT])
@@ -229,13 +283,15 @@ def test_a_cancelled_slot_is_done_and_the_next_request_takes_it(setup: Setup) ->
 
 
 def test_after_a_stall_every_token_comes_once(setup: Setup) -> None:
-    requests = [request(head=(slot + 1, 2), markers=slot > 0, max_first_mark=5) for slot in range(3)]
+    marked = request(markers=True, max_first_mark=5, rules=FEW_WORDS)
+    requests = [request(head=(1, 2)), *(replace(marked, head=(slot + 1, 2)) for slot in (1, 2))]
     undisturbed = run(setup.runtime(), requests)
     runtime = setup.runtime()
     runtime.inject_stall(sm=7, step=9)
     disturbed = run(runtime, requests)
     assert [tokens_of(records) for records in disturbed] == [tokens_of(records) for records in undisturbed]
     assert [_segments(records) for records in disturbed] == [_segments(records) for records in undisturbed]
+    assert all(_segments(records) for records in disturbed[1:])
     assert len(runtime.faults) == 1
     assert runtime.mode is Mode.LOOP
 
