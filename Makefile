@@ -57,6 +57,7 @@ gpu: $(VENV)/.gpu
 	$(call measure,cold_start,cold_start)
 	$(call measure,partials_cost,partials_cost)
 	$(call measure,parity,parity)
+	$(call measure,soak,soak)
 
 clean:
 	rm -rf $(VENV) .clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
