@@ -245,9 +245,9 @@ SHIPPED: Mapping[str, Callable[[], Graph]] = {
 }
 N_THREADS = 32 * N_WARPS
 MAX_REGISTERS = min(255, 65_536 // N_THREADS)  # of a thread: what an instruction can name, and a share of the SM's file
-# Bytes that megakernel_loop spills, compiled by MEASURED_WITH. The goal is 0, which megakernel_phase reaches with the same
-# bodies: what spills is what the compiler keeps from phase to phase in the loop around them. These figures are no goal
-# but a ratchet: what lowers them lowers them here too, and nothing raises them unnoticed.
+# Bytes that megakernel_loop spills, compiled by MEASURED_WITH. The goal is 0, which megakernel_phase reaches with the
+# same bodies: what spills is what the compiler keeps from phase to phase in the loop around them. These figures are no
+# goal but a ratchet: what lowers them lowers them here too, and nothing raises them unnoticed.
 MEASURED_WITH = (13, 5)
 SPILL_BYTES = {
     ("whisper-large-v3-turbo", "sm_80"): 380,
