@@ -27,6 +27,8 @@ KINDS = {
 # What a protocol has no words for, by door and kind; beside the tests that show the rest of the kind.
 BEYOND = {
     ("deepgram", "K"): "no resuming",
+    ("deepgram_file", "C"): "no flush: a request is whole",
+    ("deepgram_file", "K"): "no settings that change, no resuming",
     ("deepgram_turns", "K"): "no resuming",
     ("openai_realtime", "K"): "no resuming",
     ("telephony", "K"): "no settings that change, no resuming",

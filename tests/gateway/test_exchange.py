@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import numpy as np
@@ -134,6 +135,54 @@ def test_deepgrams_requests_have_the_recording_as_their_body(address: str) -> No
     assert answer.json()["results"]["channels"][0]["alternatives"][0]["transcript"] == "it was the best of times"
     refused = httpx2.post(url, json={"url": "http://127.0.0.1/x.wav"})
     assert refused.status_code == 400 and "bytes" in refused.json()["err_msg"] and refused.headers["dg-error"]
+
+
+def deepgram_text(address: str, file: bytes, **headers: str) -> str:
+    answer = httpx2.post(f"http://{address}/v1/listen?model=nova-3", content=file, headers=headers, timeout=DEADLINE_S)
+    assert answer.status_code == 200
+    return str(answer.json()["results"]["channels"][0]["alternatives"][0]["transcript"])
+
+
+@pytest.mark.behaviour("J", door="deepgram_file")
+@pytest.mark.parametrize("rate_hz", [8_000, 11_025, 44_100])
+@pytest.mark.parametrize("container", ["WAV", "FLAC"])
+def test_deepgrams_recordings_come_in_any_container_and_rate(address: str, container: str, rate_hz: int) -> None:
+    samples = np.frombuffer(speech(2.0), "<i2").astype(np.float32) / 32_768
+    pcm = (soxr.resample(samples, 16_000, rate_hz) * 32_767).clip(-32_768, 32_767).astype("<i2").tobytes()
+    assert deepgram_text(address, wav(pcm, rate_hz, container)) == "it was the best of times"
+
+
+@pytest.mark.behaviour("J", door="deepgram_file")
+@pytest.mark.parametrize("file", [b"", b"no audio at all", b"\x00\x00\x00\x18ftypM4A "])
+def test_what_is_no_recording_is_refused_in_deepgrams_words(address: str, file: bytes) -> None:
+    answer = httpx2.post(f"http://{address}/v1/listen?model=nova-3", content=file, timeout=DEADLINE_S)
+    assert answer.status_code == 400 and answer.headers["dg-error"]
+    assert answer.json()["err_code"] and answer.json()["err_msg"] and answer.json()["request_id"]
+
+
+@pytest.mark.behaviour("K", door="deepgram_file")
+def test_deepgrams_recordings_at_the_same_time_never_share_text() -> None:
+    """The engine recites by the clock of a session: a longer recording has more words, whoever else is there."""
+    engine = ScriptedEngine(recite("it was the best of times it was the worst of times", start_sample=8_000))
+    lengths = {1.0: "it was the", 2.0: "it was the best of times"}
+    with served(engine) as address, ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(lambda length: deepgram_text(address, wav(speech(length))), [*lengths] * 3))
+        assert is_freed(address, engine)
+    assert texts == [*lengths.values()] * 3
+
+
+@pytest.mark.behaviour("K", door="deepgram_file")
+def test_a_wrong_key_of_deepgrams_is_refused_and_written_nowhere(
+    engine: ScriptedEngine, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    right, wrong = "the-right-key-of-this-server", "a-wrong-key-of-this-server"
+    with served(engine, keys=[right]) as address:
+        url = f"http://{address}/v1/listen?model=nova-3"
+        answer = httpx2.post(url, content=wav(speech(1.0)), headers={"Authorization": f"Token {wrong}"})
+        assert answer.status_code == 401 and answer.json()["err_msg"] and wrong not in answer.text
+        assert deepgram_text(address, wav(speech(2.0)), Authorization=f"Token {right}") == "it was the best of times"
+    logged = "".join([*capfd.readouterr(), caplog.text])
+    assert right not in logged and wrong not in logged
 
 
 def test_models_are_listed_as_openai_has_it_and_one_by_one(address: str) -> None:

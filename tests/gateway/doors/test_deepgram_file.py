@@ -4,11 +4,14 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.doors import deepgram_file
 from gateway.doors.door import AdmissionError
 from gateway.effects import Close
 from gateway.errors import ServerError
+from streaming.transcript import Word
 
 SCENE = [0.5, 3, 1.5, 2, 1.0]
 
@@ -18,13 +21,14 @@ def admit(world, engine=None, **query):
     return deepgram_file.open_door(world.knock(query=tuple({"model": "nova-3", **query}.items())), house)
 
 
-def answer(world, *, engine=None, scene=None, **query):
+def answer(world, *, engine=None, scene=None, n_bytes=64_000, delay_s=0.0, **query):
     """The body and the status."""
     scene = scene or world.make_scene(SCENE)
     engine = engine or world.Engine(scene.words)
-    samples = scene.samples.astype("<f4")
-    blocks = [samples[at : at + 16_000].tobytes() for at in range(0, len(samples), 16_000)]
-    told = world.behind(admit(world, engine, **query).door, engine).run([(0.0, block) for block in [*blocks, b""]])
+    data = scene.samples.astype("<f4").tobytes()
+    blocks = [data[at : at + n_bytes] for at in range(0, len(data), n_bytes)]
+    door = admit(world, engine, **query).door
+    told = world.behind(door, engine, delay_s).run([(0.0, block) for block in [*blocks, b""]])
     assert isinstance(told[-1].frame, Close)
     return json.loads(told[-2].frame), told[-1].frame.code
 
@@ -40,6 +44,44 @@ def test_the_answer_has_text_words_and_metadata(world) -> None:
     assert metadata["duration"] == 5.0 and len(metadata["sha256"]) == 64 and metadata["channels"] == 1
     assert set(metadata["model_info"]) == set(metadata["models"])
     assert "utterances" not in body["results"] and "paragraphs" not in best
+
+
+def text_of(body):
+    return body["results"]["channels"][0]["alternatives"][0]["transcript"]
+
+
+@pytest.mark.behaviour("C", door="deepgram_file")
+@pytest.mark.parametrize("gap_s", [0.0, 0.1, 0.2])
+@pytest.mark.parametrize("delay_s", [0.0, 0.3])
+def test_the_last_word_right_before_the_end_of_the_recording_is_heard(world, gap_s, delay_s) -> None:
+    scene = world.make_scene([0.5, 3, gap_s])
+    scene = type(scene)(scene.samples[: len(scene.samples) - 800], scene.words)
+    body, status = answer(world, scene=scene, delay_s=delay_s)
+    assert status == 200 and text_of(body) == "w0 w1 w2"
+
+
+@pytest.mark.behaviour("I", door="deepgram_file")
+def test_words_in_every_script_are_told_whole(world) -> None:
+    told = [" こんにちは", " 世界", " नमस्ते", " 👩‍👩‍👧", " e\u0301te\u0301", " ไทย"]
+    scene = world.make_scene([0.5, len(told), 1.0])
+    words = [Word(part, word.start_sample, word.end_sample, 0.9) for part, word in zip(told, scene.words, strict=True)]
+    body, _ = answer(world, scene=scene, engine=world.Engine(tuple(words)), punctuate="true")
+    assert text_of(body) == "".join(told).strip()
+    [best] = body["results"]["channels"][0]["alternatives"]
+    assert [word["punctuated_word"] for word in best["words"]] == [part.strip() for part in told]
+
+
+@pytest.mark.behaviour("J", door="deepgram_file")
+@settings(max_examples=20, deadline=None)
+@given(
+    layout=st.lists(st.one_of(st.integers(1, 6), st.sampled_from([0.2, 2.0])), min_size=1, max_size=6),
+    n_bytes=st.sampled_from([3_333, 64_000, 1_000_001]),
+    delay_s=st.sampled_from([0.0, 0.4]),
+)
+def test_any_blocks_and_delays_give_the_words_once_and_in_order(world, layout, n_bytes, delay_s) -> None:
+    scene = world.make_scene(layout)
+    body, status = answer(world, scene=scene, n_bytes=n_bytes, delay_s=delay_s)
+    assert status == 200 and text_of(body).split() == [word.text.strip() for word in scene.words]
 
 
 def test_utterances_and_paragraphs_come_when_asked_for(world) -> None:
