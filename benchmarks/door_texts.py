@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import soxr
 from numpy.typing import NDArray
 
 from benchmarks.recordings import DEFAULT_MANIFEST, read_manifest
 from benchmarks.report import heading
 from gateway.config import DEFAULT_HANGOVER_MS, SessionConfig
-from gateway.doors import deepgram, native, openai_realtime, openai_rest
+from gateway.doors import deepgram, deepgram_file, deepgram_turns, native, openai_realtime, openai_rest, telephony
 from gateway.doors.door import Door, Frame, House, Knock
 from gateway.effects import Close, Said
 from gateway.messages import EngineItem
+from gateway.pcm import AudioFormat, decode
 from gateway.session import ServedModel, Session
 from gateway.simulation import DoorSimulation, Simulation, Told
 from streaming.engine import SpeechEngine
@@ -35,6 +37,7 @@ Timed = tuple[float, Frame]
 
 GATE = GateSettings(hangover_ms=DEFAULT_HANGOVER_MS)
 FRAME_S = 0.02
+TELEPHONE_HZ = 8_000
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Recipe:
 
     open_door: Callable[[House], Door]
     frames: Callable[[Samples], Iterator[Timed]]
-    text: Callable[[list[Frame]], str]
+    text: Callable[[list[Frame]], str]  # of what the client is told, or who follows its call
     native_frames: Callable[[Samples], Iterator[Timed]]
 
 
@@ -64,12 +67,36 @@ def in_time(data: bytes, bytes_per_s: int, frame_s: float = FRAME_S) -> Iterator
         yield min(at + n_bytes, len(data)) / bytes_per_s, data[at : at + n_bytes]
 
 
+def mulaw(samples: Samples) -> bytes:
+    """One byte a sample, the nearest of the 256 values, at 8 kHz as telephones have it."""
+    values = decode(bytes(range(256)), AudioFormat("mulaw", TELEPHONE_HZ)).samples
+    order = np.argsort(values, kind="stable")
+    edges = (values[order][1:] + values[order][:-1]) / 2
+    narrow = soxr.resample(samples, SAMPLE_RATE_HZ, TELEPHONE_HZ)
+    codes: NDArray[np.uint8] = order[np.searchsorted(edges, narrow)].astype(np.uint8)  # [n] at 8 kHz
+    return codes.tobytes()
+
+
 # ---------------------------------------------------------------- native
 
 
 def _native_live(samples: Samples) -> Iterator[Timed]:
     yield 0.0, _hello()
     yield from in_time(pcm(samples), 2 * SAMPLE_RATE_HZ)
+    yield len(samples) / SAMPLE_RATE_HZ, '{"type": "bye"}'
+
+
+def _native_turns(samples: Samples) -> Iterator[Timed]:
+    hangover_ms, sentence_ms = deepgram_turns.Thresholds().pauses_ms(is_punctuated=True)
+    [_, *rest] = _native_live(samples)
+    yield 0.0, _hello(hangover_ms=hangover_ms, sentence_hangover_ms=sentence_ms)
+    yield from rest
+
+
+def _native_telephone(samples: Samples) -> Iterator[Timed]:
+    audio = {"encoding": "mulaw", "sample_rate_hz": TELEPHONE_HZ}
+    yield 0.0, json.dumps({"type": "hello", "audio": audio})
+    yield from in_time(mulaw(samples), TELEPHONE_HZ)
     yield len(samples) / SAMPLE_RATE_HZ, '{"type": "bye"}'
 
 
@@ -80,7 +107,7 @@ def _native_at_once(samples: Samples) -> Iterator[Timed]:
     yield 0.0, '{"type": "bye"}'
 
 
-def _hello(**more: int) -> str:
+def _hello(**more: int | None) -> str:
     return json.dumps({"type": "hello", "audio": {"encoding": "s16le", "sample_rate_hz": SAMPLE_RATE_HZ}, **more})
 
 
@@ -139,7 +166,33 @@ def _deepgram_text(frames: list[Frame]) -> str:
     return " ".join(text for text in texts if text)
 
 
+def _turns_text(frames: list[Frame]) -> str:
+    messages = [json.loads(frame) for frame in frames]
+    ends = [message for message in messages if message["type"] == "TurnInfo" and message["event"] == "EndOfTurn"]
+    return " ".join(end["transcript"] for end in ends if end["transcript"])
+
+
+def _file_text(frames: list[Frame]) -> str:
+    return str(json.loads(frames[-1])["results"]["channels"][0]["alternatives"][0]["transcript"])
+
+
 _LISTEN = {"model": "nova-3", "encoding": "linear16", "sample_rate": "16000", "punctuate": "true"}
+
+_TURNS = {"model": "flux-general-en", "encoding": "linear16", "sample_rate": "16000"}
+
+
+# ---------------------------------------------------------------- telephony
+
+
+def _twilio_live(samples: Samples) -> Iterator[Timed]:
+    given = {"encoding": "audio/x-mulaw", "sampleRate": TELEPHONE_HZ, "channels": 1}
+    start = {"callSid": "call", "tracks": ["inbound"], "mediaFormat": given}
+    yield 0.0, json.dumps({"event": "start", "start": start})
+    for index, (at_s, data) in enumerate(in_time(mulaw(samples), TELEPHONE_HZ)):
+        order = {"track": "inbound", "chunk": str(index + 1), "timestamp": str(20 * index)}
+        yield at_s, json.dumps({"event": "media", "media": {**order, "payload": base64.b64encode(data).decode()}})
+    yield len(samples) / SAMPLE_RATE_HZ, '{"event": "stop"}'
+
 
 RECIPES: Mapping[str, Recipe] = {
     "deepgram": Recipe(
@@ -147,6 +200,18 @@ RECIPES: Mapping[str, Recipe] = {
         _deepgram_live,
         _deepgram_text,
         _native_live,
+    ),
+    "deepgram_file": Recipe(
+        lambda house: deepgram_file.open_door(knock("/v1/listen", model="nova-3", punctuate="true"), house).door,
+        _rest_at_once,
+        _file_text,
+        _native_at_once,
+    ),
+    "deepgram_turns": Recipe(
+        lambda house: deepgram_turns.open_door(knock("/v2/listen", **_TURNS), house).door,
+        _deepgram_live,
+        _turns_text,
+        _native_turns,
     ),
     "openai_realtime": Recipe(
         lambda house: openai_realtime.open_door(knock("/v1/realtime"), house).door,
@@ -159,6 +224,12 @@ RECIPES: Mapping[str, Recipe] = {
         _rest_at_once,
         _rest_text,
         _native_at_once,
+    ),
+    "telephony": Recipe(
+        lambda house: telephony.open_door(knock("/telephony/twilio"), house).door,
+        _twilio_live,
+        _native_text,
+        _native_telephone,
     ),
 }
 
@@ -183,8 +254,10 @@ def _run(door: Door, frames: Iterator[Timed], engine: SpeechEngine, detector: Sp
         session = Session("session", served, state, config=SessionConfig(), gate=GATE, now_s=now_s)
         return Simulation(session, engine, detector, hear=hear)
 
-    told: list[Told] = DoorSimulation(door, open_session).run(frames)
-    return [item.frame for item in told if not isinstance(item.frame, Close)]
+    simulation = DoorSimulation(door, open_session)
+    told: list[Told] = simulation.run(frames)
+    published = [json.dumps(event.event) for event in simulation.published]
+    return [*(item.frame for item in told if not isinstance(item.frame, Close)), *published]
 
 
 def same_words(here: str, there: str) -> bool:
@@ -198,6 +271,7 @@ def main() -> None:
     parser.add_argument("--model", default="whisper-tiny.en")
     parser.add_argument("--manifest", type=Path, default=DEFAULT_MANIFEST)
     parser.add_argument("--every", type=int, default=1, help="take every nth recording")
+    parser.add_argument("--doors", nargs="+", choices=RECIPES, default=list(RECIPES), help="all unless some are named")
     arguments = parser.parse_args()
     from models.catalog import load_engine
     from vad.silero import SileroDetector
@@ -205,14 +279,15 @@ def main() -> None:
     engine, detector = load_engine(arguments.model, n_threads=1), SileroDetector()
     recordings = read_manifest(arguments.manifest, languages=None, every=arguments.every)
     print(heading("Text through each door against the native protocol"))
-    print("Final text of the same samples with the same turn settings, on a virtual clock.\n")
+    print("Final text of the same samples with the same turn settings, on a virtual clock. `telephony` is a stream of")
+    print("Twilio's, so that both sides hear μ-law at 8 kHz.\n")
     print("| door | recordings | same text | differing |")
     print("|---|---|---|---|")
-    for name, recipe in RECIPES.items():
+    for name in arguments.doors:
         differing = [
             recording.recording_id
             for recording in recordings
-            if not same_words(*text_through(recipe, recording.samples(), engine, detector))
+            if not same_words(*text_through(RECIPES[name], recording.samples(), engine, detector))
         ]
         n_same = len(recordings) - len(differing)
         print(f"| `{name}` | {len(recordings)} | {n_same} | {', '.join(differing) or 'none'} |", flush=True)
