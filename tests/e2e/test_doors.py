@@ -50,6 +50,13 @@ def test_the_text_is_that_of_the_native_protocol(door: str) -> None:
 
 
 @pytest.mark.parametrize("door", RECIPES)
+def test_two_turns_with_a_pause_between_them_are_those_of_the_native_protocol(door: str) -> None:
+    here, there = text_through(RECIPES[door], np.concatenate([hope(), hope()]), engine(), SileroDetector())
+    assert same_words(here, there)
+    assert jiwer.wer(_normalise(f"{HOPE_TEXT} {HOPE_TEXT}"), _normalise(here)) == 0
+
+
+@pytest.mark.parametrize("door", RECIPES)
 @pytest.mark.parametrize("gap_ms", [0, 100])
 def test_the_last_word_just_before_the_end_is_heard(door: str, gap_ms: int) -> None:
     cut = int((0.5 + 3.1) * SAMPLE_RATE_HZ)  # to the last of "despair"

@@ -1,5 +1,6 @@
 """What the server lets in, how much of it, and what it tells of itself; over sockets."""
 
+import base64
 import json
 import logging
 import os
@@ -188,6 +189,16 @@ def test_a_message_too_large_closes_with_1009_and_says_how_large_it_may_be(engin
                 stream.recv(timeout=DEADLINE_S)
         if caught.value.rcvd is not None:  # else the reset was quicker than the close
             assert caught.value.rcvd.code == 1009 and "1048576" in caught.value.rcvd.reason
+
+
+def test_the_largest_append_that_the_documents_name_is_taken(engine) -> None:
+    with served(engine) as address, connect(f"ws://{address}/v1/realtime", compression=None) as stream:
+        audio = base64.b64encode(bytes(786_000)).decode()
+        stream.send(json.dumps({"type": "input_audio_buffer.append", "audio": audio}))
+        stream.send(json.dumps({"type": "input_audio_buffer.append", "audio": "no base64"}))
+        assert hear(stream, "error")["error"]["param"] == "audio"  # of the second one only, on a connection that lives
+        stream.send('{"type": "input_audio_buffer.clear"}')
+        hear(stream, "input_audio_buffer.cleared")
 
 
 def test_a_flood_of_messages_is_read_slowly_and_loses_nothing(engine) -> None:
