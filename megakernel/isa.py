@@ -210,7 +210,7 @@ class Parameter(IntEnum):
     EPOCH = 21  # steps before this launch x epochs of a step
     MAX_STEPS = 22  # of this residency
     IDLE_NS = 23  # without an open slot after which to leave
-    SPIN_NS = 24  # after which a word that has not come is a fault
+    SPIN_NS = 24  # after about which a word that has not come is a fault; counted in polls of 1,024 ns
     PHASE = 25  # graph mode: the phase to run
     COMMANDS = 26  # commands carried out before this launch
     RECORDS = 27  # records written before this launch
@@ -255,9 +255,6 @@ class FaultKind(IntEnum):
     ABORTED = 2  # by the host
     NOT_FINITE = 3  # a row without a best token
     BAD_COMMAND = 4
-
-
-HEADER = "megakernel/kernel/isa.h"
 
 
 def isa_header() -> str:

@@ -1,5 +1,5 @@
-// HEAD: the product with the vocabulary, reduced at once. A warp follows a row or two: over the batches each of its lanes keeps
-// the best token and the running log-sum-exp of both classes for the tokens it sees, and at the end the lanes merge.
+// HEAD: the product with the vocabulary, reduced at once. A warp follows a row or two: over the batches each of its lanes
+// keeps the best token and the running log-sum-exp of both classes for the tokens it sees, and at the end the lanes merge.
 #pragma once
 
 #include "linear.cuh"

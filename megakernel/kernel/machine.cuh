@@ -18,10 +18,7 @@ struct Parameters {
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 #define STATS_PIECES (WIDTH / STATS_ELEMENTS)
 #define ZERO_BYTES 2048  // at least 64 for each tile of a slice of K
-#define CROSS_BLOCK 256
-#define SELF_BLOCK 64
 #define BLOCK_WORDS (BLOCK_STATS_WORDS + HEAD_SIZE / 2)
-#define MAX_BLOCKS 7  // of one row, whose results COMBINE holds beside each other
 #define CONTROL_SM (N_SMS - 1)  // has least attention to do, so it is the one that looks at the host's door
 
 // ---------------------------------------------------------------------- numbers

@@ -1,4 +1,4 @@
-// A model's whole decode loop. One block of 16 warps on each SM runs the same phases in the same order; what an SM does
+// A model's whole decode loop. One block on each SM runs the same phases in the same order; what an SM does
 // in a phase is its task. `megakernel_loop` stays for as long as there is work; `megakernel_phase` runs one phase a
 // launch with the same bodies, as fallback, for bisecting, and to compare with.
 #include "isa.h"
