@@ -51,6 +51,31 @@ class UnsupportedOptionError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class TransducerContext:
+    """How a transducer wants its audio: the part decoded now, with audio on both sides that only informs it.
+
+    All of them whole encoder frames; frames are counted from the start of an utterance. The delay of settled words is
+    ``chunk_samples`` and ``right_samples`` together.
+    """
+
+    frame_samples: int  # audio of one encoder frame
+    left_samples: int  # heard before the chunk, at most; at the start of an utterance there is less
+    chunk_samples: int  # decoded at a time, unless the caller chooses otherwise
+    right_samples: int  # heard behind the chunk
+    min_chunk_samples: int  # what a caller may choose
+    max_chunk_samples: int
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` for a length that is not whole frames, or a recommended chunk nobody may choose."""
+        for item in fields(self):
+            if getattr(self, item.name) % self.frame_samples:
+                raise ValueError(f"{item.name} is {getattr(self, item.name)}, no multiple of {self.frame_samples}")
+        if not 0 < self.min_chunk_samples <= self.chunk_samples <= self.max_chunk_samples:
+            chosen = f"{self.min_chunk_samples}..{self.max_chunk_samples}"
+            raise ValueError(f"chunk_samples is {self.chunk_samples}; it must lie in {chosen}")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCard:
     """What a model is and what it offers."""
 
@@ -59,6 +84,7 @@ class ModelCard:
     max_window_samples: int  # the longest chunk one decode can take
     capabilities: frozenset[Capability]
     max_batch: int = 1  # the most chunks that one decode call takes with profit
+    transducer: TransducerContext | None = None  # of a model that carries its state from chunk to chunk; None: of none
 
     def check(self, options: DecodeOptions) -> None:
         """Refuse what the model can't honour.
@@ -87,8 +113,15 @@ class Chunk:
     """The audio of one decode, with what is already settled about it.
 
     ``prefix`` are the committed words inside the span; the engine continues behind them. ``prompt`` is confident text
-    from before the span. ``left_context_samples`` and ``right_context_samples`` lie inside ``samples`` and only inform
-    the rest (used by transducers). ``is_final``: no more audio will join this chunk, so take the care a final deserves.
+    from before the span. ``is_final``: no more audio may join this chunk, so take the care a final deserves.
+
+    For transducers, ``left_context_samples`` and ``right_context_samples`` lie inside ``samples`` and inform the rest.
+    What lies between them, the chunk region, begins where that of the last chunk ended; it is decoded with the carried
+    state, and may be empty. The right context is decoded from a copy of the state: its words are tentative. Left
+    context and chunk region are whole frames; only what ends the audio of an ``is_final`` chunk may be a broken one,
+    and behind it the engine adds what the model needs to hear so as not to lose the last word. ``is_first``: nothing
+    is carried over, the state begins anew. An engine that raises leaves the state of every stream as it was; the same
+    audio then comes again, as part of a longer chunk region.
     """
 
     span: SpeechSpan
@@ -98,6 +131,7 @@ class Chunk:
     prefix: tuple[Word, ...] = ()
     left_context_samples: int = 0
     right_context_samples: int = 0
+    is_first: bool = False
 
 
 class EngineStream(Protocol):

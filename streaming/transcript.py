@@ -36,11 +36,18 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """One engine answer for one chunk: the words that follow the chunk's ``prefix``."""
+    """One engine answer for one chunk: the words that follow the chunk's ``prefix``.
+
+    Of an engine that carries its state from chunk to chunk: the words not yet given as settled. The first ``n_settled``
+    of them no later chunk will change or give again; the others are tentative: the last word while it may go on, and
+    what was heard in the right context. A word is settled once the next one has begun, or all was said. ``None``: the
+    engine does not say.
+    """
 
     words: tuple[Word, ...]
     language: str | None
     quality: Quality | None
+    n_settled: int | None = None
 
 
 class EndReason(StrEnum):
