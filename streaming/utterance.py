@@ -6,7 +6,7 @@ not know the model, the client or the time of day. Use it in this order: ``heard
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
 from streaming.agreement import after, agree, ends_before, whole_words
@@ -14,6 +14,7 @@ from streaming.context import Context
 from streaming.endpoint import reads_complete
 from streaming.guards import gives_up, is_looping, is_too_fast, without_loop
 from streaming.pacing import Pacing, partial_is_due
+from streaming.segment import SegmentWriter
 from streaming.transcript import EndReason, Hypothesis, Quality, Segment, Word
 from streaming.trim import Cut, choose_cut
 from vad.audio import SpeechSpan, samples_from_ms
@@ -53,12 +54,13 @@ class CommitPolicy(StrEnum):
 
 
 class Purpose(Enum):
-    """Why a decode is asked for; more than a partial gets the care of a final."""
+    """Why a decode is asked for."""
 
     PARTIAL = auto()
     PAUSE = auto()  # the speaker paused: if this was the end, the final is ready before the hangover has passed
     CUT = auto()  # the span reached its maximum
     FINAL = auto()
+    CATCH_UP = auto()  # speech is over, but what is left of it is more than one decode can take: a part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +70,22 @@ class DecodeRequest:
     purpose: Purpose
     span: SpeechSpan
     left_context_samples: int  # of the span: heard again from before the segment
-    prompt: str
-    prefix: tuple[Word, ...]  # what is settled in the span, the left context's words first
-    is_retry: bool
+    prompt: str = ""
+    prefix: tuple[Word, ...] = ()  # what is settled in the span, the left context's words first
+    is_retry: bool = False
+    right_context_samples: int = 0  # of the span: what is said there will be heard again
+    is_first: bool = False  # nothing is carried over from the decodes before
 
     @property
     def is_final(self) -> bool:
         """Whether words of this decode can become final as they are."""
-        return self.purpose is not Purpose.PARTIAL
+        return self.purpose not in (Purpose.PARTIAL, Purpose.CATCH_UP)
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
+class End:
+    """The end of an utterance, once it is known."""
+
     speech_end_sample: int  # where the last speech was; what follows up to the end of the span is silence
     reason: EndReason
 
@@ -87,14 +93,8 @@ class _End:
 class Utterance:
     """Speech between two endpoints, in one or more segments."""
 
-    # The segment being written; ``_begin_segment`` sets all of these.
-    _segment_id: int
-    _revision: int
-    _start_sample: int
+    # Of the segment being written; ``_reset`` sets all of these.
     _decoded_sample: int  # how far the last decode heard
-    _committed: tuple[Word, ...]
-    _tentative: tuple[Word, ...]
-    _language: str | None
     _quality: Quality | None
     _complete: DecodeRequest | None  # a decode with a final's care that still covers all that was said
     _retry: bool  # the last decode lost the audio: again, without prefix and prompt
@@ -107,29 +107,29 @@ class Utterance:
         pacing: Pacing,
         policy: CommitPolicy = CommitPolicy.AGREEMENT,
     ) -> None:
-        self._segment_ids = segment_ids
+        self._segment = SegmentWriter(segment_ids, start_sample)
         self._pacing = pacing
         self._settle = policy.settle
         self.context = Context()  # what was said before the segment; once over, before the next utterance
         self._heard_sample = start_sample
-        self._end: _End | None = None
+        self._end: End | None = None
         self._is_paused = False
         self._pause_is_due = False  # for its decode
         self._pending: DecodeRequest | None = None
         self.is_over = False
-        self._begin_segment(start_sample, committed=())
+        self._reset()
 
     # ------------------------------------------------------------------ what was heard
 
     @property
     def keep_from_sample(self) -> int:
         """Audio before this is no longer needed."""
-        return self.context.lead_start_sample if self.context.lead else self._start_sample
+        return self.context.lead_start_sample if self.context.lead else self._segment.start_sample
 
     @property
     def reads_complete(self) -> bool:
         """Whether the speaker pauses behind words that, decoded since then, read as a finished sentence."""
-        return self._is_paused and self._complete is not None and reads_complete(self._committed + self._tentative)
+        return self._is_paused and self._complete is not None and reads_complete(self._segment.words)
 
     def heard(self, until_sample: int) -> None:
         """Audio up to ``until_sample`` belongs to this utterance."""
@@ -150,8 +150,8 @@ class Utterance:
 
         Answers with the final at once if the decode made at the pause already holds everything.
         """
-        self._heard_sample = max(self._start_sample, end_sample)
-        self._end = _End(min(speech_end_sample, end_sample), reason)
+        self._heard_sample = max(self._segment.start_sample, end_sample)
+        self._end = End(min(speech_end_sample, end_sample), reason)
         return self._finish_if_complete()
 
     # ------------------------------------------------------------------ decoding
@@ -163,18 +163,18 @@ class Utterance:
             return None
         end_sample = self._heard_sample
         if purpose is Purpose.CUT:
-            end_sample = self._start_sample + self._pacing.max_span_samples
+            end_sample = self._segment.start_sample + self._pacing.max_span_samples
         retry = self._retry
         self._retry = False
         self._pause_is_due = self._pause_is_due and purpose is not Purpose.PAUSE
         context = Context() if retry else self.context
-        start_sample = context.lead_start_sample if context.lead else self._start_sample
+        start_sample = context.lead_start_sample if context.lead else self._segment.start_sample
         self._pending = DecodeRequest(
             purpose=purpose,
             span=SpeechSpan(start_sample, end_sample),
-            left_context_samples=self._start_sample - start_sample,
+            left_context_samples=self._segment.start_sample - start_sample,
             prompt=context.prompt,
-            prefix=() if retry else (*context.lead, *self._committed),
+            prefix=() if retry else (*context.lead, *self._segment.committed),
             is_retry=retry,
         )
         return self._pending
@@ -183,14 +183,16 @@ class Utterance:
         """What kind of decode ``next_request`` would ask for now."""
         if self._pending is not None or self.is_over:
             return None
-        span_samples = self._heard_sample - self._start_sample
+        span_samples = self._heard_sample - self._segment.start_sample
         if span_samples > self._pacing.max_span_samples:
             return Purpose.CUT
         if self._end is not None:
             return Purpose.FINAL
         if self._is_paused:
             return Purpose.PAUSE if self._retry or self._pause_is_due else None
-        due = self._retry or partial_is_due(span_samples, self._decoded_sample - self._start_sample, self._pacing)
+        due = self._retry or partial_is_due(
+            span_samples, self._decoded_sample - self._segment.start_sample, self._pacing
+        )
         return Purpose.PARTIAL if due else None
 
     def decoded(self, hypothesis: Hypothesis) -> list[Segment]:
@@ -198,7 +200,7 @@ class Utterance:
         request = self._take_pending()
         words = hypothesis.words
         if request.is_retry:  # decoded without its prefix: what is settled already is left out by time
-            words = after(words, self._committed_end_sample()) if self._committed else words
+            words = after(words, self._segment.committed_end_sample) if self._segment.committed else words
         if self._is_lost(request, hypothesis):
             if request.prefix or request.prompt:
                 self._retry = True
@@ -207,7 +209,7 @@ class Utterance:
             if is_too_fast(words, request.span):
                 words = ()
         self._decoded_sample = request.span.end_sample
-        self._language = hypothesis.language or self._language
+        self._segment.language = hypothesis.language or self._segment.language
         self._quality = hypothesis.quality
         if request.purpose is Purpose.CUT:
             return self._cut(request, words)
@@ -218,7 +220,7 @@ class Utterance:
         request = self._take_pending()
         self._decoded_sample = request.span.end_sample
         if request.purpose is Purpose.CUT:
-            return self._cut(request, self._tentative)
+            return self._cut(request, self._segment.tentative)
         return self._finish() if request.purpose is Purpose.FINAL else []
 
     def _take_pending(self) -> DecodeRequest:
@@ -228,7 +230,7 @@ class Utterance:
 
     def _is_lost(self, request: DecodeRequest, hypothesis: Hypothesis) -> bool:
         ratio = hypothesis.quality.compression_ratio if hypothesis.quality else None
-        if request.is_final and request.left_context_samples and not self._committed:
+        if request.is_final and request.left_context_samples and not self._segment.committed:
             # With its beginning given, speech that repeats it may pass for written already.
             if gives_up(hypothesis.words, hypothesis.quality):
                 return True
@@ -236,103 +238,57 @@ class Utterance:
 
     # ------------------------------------------------------------------ segments
 
-    def _begin_segment(self, start_sample: int, committed: tuple[Word, ...]) -> None:
-        self._segment_id = next(self._segment_ids)
-        self._revision = 0
-        self._start_sample = start_sample
-        self._decoded_sample = start_sample
-        self._committed = committed
-        self._tentative = ()
-        self._language = None
+    def _reset(self) -> None:
+        self._decoded_sample = self._segment.start_sample
         self._quality = None
         self._complete = None
         self._retry = False
 
-    def _committed_end_sample(self) -> int:
-        return max((word.end_sample or self._start_sample for word in self._committed), default=self._start_sample)
-
     def _show(self, request: DecodeRequest, words: tuple[Word, ...]) -> list[Segment]:
-        before = (self._committed, self._tentative)
-        n = self._settle(self._tentative, words, request.span.end_sample)
-        self._committed += words[:n]
-        self._tentative = words[n:]
+        before = (self._segment.committed, self._segment.tentative)
+        n = self._settle(self._segment.tentative, words, request.span.end_sample)
+        self._segment.committed += words[:n]
+        self._segment.tentative = words[n:]
         if request.is_final:
             self._complete = request
         finals = self._finish_if_complete()
         if finals or self.is_over:
             return finals
-        if (self._committed, self._tentative) == before:
+        if (self._segment.committed, self._segment.tentative) == before:
             return []
-        return [self._segment(end_reason=None)]
+        return [self._segment.partial(self._heard_sample)]
 
     def _finish_if_complete(self) -> list[Segment]:
         """The final, if the end is known and a careful decode covers all speech up to it."""
         if self._end is None or self._pending is not None:
             return []
         # Behind a cut there may be nothing left to decode but the silence of the hangover.
-        covered_sample = self._complete.span.end_sample if self._complete else self._start_sample
+        covered_sample = self._complete.span.end_sample if self._complete else self._segment.start_sample
         return self._finish() if covered_sample >= self._end.speech_end_sample else []
 
     def _finish(self) -> list[Segment]:
         assert self._end is not None
-        self._commit_all()
+        self._segment.commit_all()
         self.is_over = True
-        spoken = SpeechSpan(self._start_sample, max(self._start_sample, self._end.speech_end_sample))
-        self.context = self.context.followed_by(self._committed, self._quality, spoken)
-        return self._final(self._end.reason)
-
-    def _commit_all(self) -> None:
-        self._committed += self._tentative
-        self._tentative = ()
+        spoken = SpeechSpan(self._segment.start_sample, max(self._segment.start_sample, self._end.speech_end_sample))
+        self.context = self.context.followed_by(self._segment.committed, self._quality, spoken)
+        return self._segment.final(self._end.reason, self._heard_sample)
 
     def _cut(self, request: DecodeRequest, words: tuple[Word, ...]) -> list[Segment]:
         """Close the segment at the best settled word and go on behind it."""
-        everything = self._committed + words
-        n_settled = max(len(self._committed), ends_before(everything, request.span.end_sample - CUT_MARGIN_SAMPLES))
+        everything = self._segment.committed + words
+        n_settled = max(
+            len(self._segment.committed), ends_before(everything, request.span.end_sample - CUT_MARGIN_SAMPLES)
+        )
         # Nothing to cut at (no words, or none with times): the span is closed whole.
-        span = SpeechSpan(self._start_sample, request.span.end_sample)
+        span = SpeechSpan(self._segment.start_sample, request.span.end_sample)
         cut = choose_cut(everything, span, n_settled) or Cut(len(everything), span.end_sample)
-        already_committed = self._committed[cut.n_words :]
-        self._committed, self._tentative = everything[: cut.n_words], ()
+        already_committed = self._segment.committed[cut.n_words :]
+        self._segment.committed, self._segment.tentative = everything[: cut.n_words], ()
         self.context = self.context.followed_by(
-            self._committed, self._quality, SpeechSpan(span.start_sample, cut.sample)
+            self._segment.committed, self._quality, SpeechSpan(span.start_sample, cut.sample)
         )
-        finals = self._final(EndReason.MAX_SPAN, end_sample=cut.sample)
-        self._begin_segment(cut.sample, committed=already_committed)
+        finals = self._segment.final(EndReason.MAX_SPAN, cut.sample)
+        self._segment.begin(cut.sample, committed=already_committed)
+        self._reset()
         return [*finals, *self._finish_if_complete()]
-
-    def _final(self, reason: EndReason, end_sample: int | None = None) -> list[Segment]:
-        """The segment for good. One without words is told only to those who were shown a partial of it."""
-        was_shown = self._revision > 0
-        return [self._segment(end_reason=reason, end_sample=end_sample)] if self._committed or was_shown else []
-
-    def _segment(self, *, end_reason: EndReason | None, end_sample: int | None = None) -> Segment:
-        self._revision += 1
-        end = end_sample if end_sample is not None else self._heard_sample
-        span = SpeechSpan(self._start_sample, max(end, self._start_sample))
-        return Segment(
-            segment_id=self._segment_id,
-            revision=self._revision,
-            words=_in_order(self._committed + self._tentative, span),
-            n_committed=len(self._committed),
-            span=span,
-            language=self._language,
-            end_reason=end_reason,
-        )
-
-
-def _in_order(words: tuple[Word, ...], span: SpeechSpan) -> tuple[Word, ...]:
-    """``words`` with times inside their segment that neither run back nor overlap: decoding again may shift them."""
-    ordered: list[Word] = []
-    earliest, latest = span.start_sample, span.end_sample
-    for word in words:
-        if word.start_sample is not None and word.end_sample is not None:
-            earliest = min(max(word.start_sample, earliest), latest)
-            word = replace(word, start_sample=earliest, end_sample=min(max(word.end_sample, earliest), latest))
-        ordered.append(word)
-    for index in range(len(ordered) - 1, -1, -1):
-        word = ordered[index]
-        if word.start_sample is not None and word.end_sample is not None:
-            ordered[index] = replace(word, end_sample=min(word.end_sample, latest))
-            latest = word.start_sample
-    return tuple(ordered)
