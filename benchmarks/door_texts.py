@@ -1,7 +1,7 @@
 """Whether text through a door is the text through the native protocol: the same samples, turns and engine.
 
-On a virtual clock, where a decode takes no time, so that both sides decode the same windows. Run from the project's
-root; prints Markdown:
+On a virtual clock, where a decode takes no time, so that both sides decode the same windows; what both ask for is
+decoded once. Run from the project's root; prints Markdown:
 
     python -m benchmarks.door_texts > benchmarks/results/door_texts.md
 """
@@ -10,15 +10,17 @@ import argparse
 import base64
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import soxr
 from numpy.typing import NDArray
 
-from benchmarks.recordings import DEFAULT_MANIFEST, read_manifest
+from benchmarks.recordings import DEFAULT_MANIFEST
+from benchmarks.remembering import RememberingDetector, RememberingEngine
 from benchmarks.report import heading
+from gateway.audio_file import AudioFileError, read_audio
 from gateway.config import DEFAULT_HANGOVER_MS, SessionConfig
 from gateway.doors import deepgram, deepgram_file, deepgram_turns, native, openai_realtime, openai_rest, telephony
 from gateway.doors.door import Door, Frame, House, Knock
@@ -37,6 +39,7 @@ Timed = tuple[float, Frame]
 
 GATE = GateSettings(hangover_ms=DEFAULT_HANGOVER_MS)
 FRAME_S = 0.02
+EXOTEL_FRAME_S = 0.1
 TELEPHONE_HZ = 8_000
 
 
@@ -48,6 +51,7 @@ class Recipe:
     frames: Callable[[Samples], Iterator[Timed]]
     text: Callable[[list[Frame]], str]  # of what the client is told, or who follows its call
     native_frames: Callable[[Samples], Iterator[Timed]]
+    is_cut: bool = False  # the socket's end is the client's goodbye
 
 
 def knock(path: str, **query: str) -> Knock:
@@ -72,9 +76,14 @@ def mulaw(samples: Samples) -> bytes:
     values = decode(bytes(range(256)), AudioFormat("mulaw", TELEPHONE_HZ)).samples
     order = np.argsort(values, kind="stable")
     edges = (values[order][1:] + values[order][:-1]) / 2
-    narrow = soxr.resample(samples, SAMPLE_RATE_HZ, TELEPHONE_HZ)
-    codes: NDArray[np.uint8] = order[np.searchsorted(edges, narrow)].astype(np.uint8)  # [n] at 8 kHz
+    codes: NDArray[np.uint8] = order[np.searchsorted(edges, narrow(samples))].astype(np.uint8)  # [n] at 8 kHz
     return codes.tobytes()
+
+
+def narrow(samples: Samples) -> Samples:
+    """The band of a telephone, at 8 kHz."""
+    resampled: Samples = soxr.resample(samples, SAMPLE_RATE_HZ, TELEPHONE_HZ)
+    return resampled
 
 
 # ---------------------------------------------------------------- native
@@ -94,9 +103,14 @@ def _native_turns(samples: Samples) -> Iterator[Timed]:
 
 
 def _native_telephone(samples: Samples) -> Iterator[Timed]:
-    audio = {"encoding": "mulaw", "sample_rate_hz": TELEPHONE_HZ}
-    yield 0.0, json.dumps({"type": "hello", "audio": audio})
+    yield 0.0, json.dumps({"type": "hello", "audio": {"encoding": "mulaw", "sample_rate_hz": TELEPHONE_HZ}})
     yield from in_time(mulaw(samples), TELEPHONE_HZ)
+    yield len(samples) / SAMPLE_RATE_HZ, '{"type": "bye"}'
+
+
+def _native_narrow(samples: Samples) -> Iterator[Timed]:
+    yield 0.0, json.dumps({"type": "hello", "audio": {"encoding": "s16le", "sample_rate_hz": TELEPHONE_HZ}})
+    yield from in_time(pcm(narrow(samples)), 2 * TELEPHONE_HZ, EXOTEL_FRAME_S)
     yield len(samples) / SAMPLE_RATE_HZ, '{"type": "bye"}'
 
 
@@ -186,12 +200,73 @@ _TURNS = {"model": "flux-general-en", "encoding": "linear16", "sample_rate": "16
 
 def _twilio_live(samples: Samples) -> Iterator[Timed]:
     given = {"encoding": "audio/x-mulaw", "sampleRate": TELEPHONE_HZ, "channels": 1}
-    start = {"callSid": "call", "tracks": ["inbound"], "mediaFormat": given}
-    yield 0.0, json.dumps({"event": "start", "start": start})
-    for index, (at_s, data) in enumerate(in_time(mulaw(samples), TELEPHONE_HZ)):
-        order = {"track": "inbound", "chunk": str(index + 1), "timestamp": str(20 * index)}
-        yield at_s, json.dumps({"event": "media", "media": {**order, "payload": base64.b64encode(data).decode()}})
+    yield 0.0, json.dumps({"event": "start", "start": {"callSid": "call", "mediaFormat": given}})
+    yield from _media(in_time(mulaw(samples), TELEPHONE_HZ))
     yield len(samples) / SAMPLE_RATE_HZ, '{"event": "stop"}'
+
+
+def _telnyx_live(samples: Samples) -> Iterator[Timed]:
+    given = {"encoding": "PCMU", "sample_rate": TELEPHONE_HZ, "channels": 1}
+    yield 0.0, json.dumps({"event": "start", "start": {"call_control_id": "call", "media_format": given}})
+    yield from _media(in_time(mulaw(samples), TELEPHONE_HZ))
+    yield len(samples) / SAMPLE_RATE_HZ, '{"event": "stop"}'
+
+
+def _plivo_live(samples: Samples) -> Iterator[Timed]:
+    given = {"encoding": "audio/x-mulaw", "sampleRate": TELEPHONE_HZ}
+    yield 0.0, json.dumps({"event": "start", "start": {"callId": "call", "mediaFormat": given}})
+    yield from _media(in_time(mulaw(samples), TELEPHONE_HZ), first_ms=1_700_000_000_000)
+
+
+def _plivo_wide_live(samples: Samples) -> Iterator[Timed]:
+    given = {"encoding": "audio/x-l16", "sampleRate": SAMPLE_RATE_HZ}
+    yield 0.0, json.dumps({"event": "start", "start": {"callId": "call", "mediaFormat": given}})
+    yield from _media(in_time(pcm(samples), 2 * SAMPLE_RATE_HZ), first_ms=1_700_000_000_000)
+
+
+def _exotel_live(samples: Samples) -> Iterator[Timed]:
+    given = {"encoding": "base64", "sample_rate": str(TELEPHONE_HZ)}
+    yield 0.0, json.dumps({"event": "start", "start": {"call_sid": "call", "media_format": given}})
+    yield from _media(in_time(pcm(narrow(samples)), 2 * TELEPHONE_HZ, EXOTEL_FRAME_S), frame_ms=100)
+    yield len(samples) / SAMPLE_RATE_HZ, '{"event": "stop"}'
+
+
+def _media(frames: Iterator[tuple[float, bytes]], *, first_ms: int = 0, frame_ms: int = 20) -> Iterator[Timed]:
+    """Messages as most carriers send them, numbers as strings."""
+    for index, (at_s, data) in enumerate(frames):
+        order = {"track": "inbound", "chunk": str(index + 1), "timestamp": str(first_ms + frame_ms * index)}
+        yield at_s, json.dumps({"event": "media", "media": {**order, "payload": base64.b64encode(data).decode()}})
+
+
+def _vonage_live(samples: Samples) -> Iterator[Timed]:
+    yield 0.0, json.dumps({"event": "websocket:connected", "content-type": f"audio/l16;rate={SAMPLE_RATE_HZ}"})
+    yield from in_time(pcm(samples), 2 * SAMPLE_RATE_HZ)
+
+
+def _asterisk_live(samples: Samples) -> Iterator[Timed]:
+    yield 0.0, "MEDIA_START connection_id:id channel:x channel_id:call format:slin16 optimal_frame_size:640 ptime:20"
+    yield from in_time(pcm(samples), 2 * SAMPLE_RATE_HZ)
+
+
+def _freeswitch_live(samples: Samples) -> Iterator[Timed]:
+    yield 0.0, '{"caller": "anybody"}'
+    yield from in_time(pcm(samples), 2 * SAMPLE_RATE_HZ)
+
+
+def _audiosocket_live(samples: Samples) -> Iterator[Timed]:
+    yield 0.0, b"\x01" + bytes(16)
+    for at_s, data in in_time(pcm(samples), 2 * SAMPLE_RATE_HZ):
+        yield at_s, b"\x12" + data
+    yield len(samples) / SAMPLE_RATE_HZ, b"\x00"
+
+
+def _freeswitch_text(frames: list[Frame]) -> str:
+    """Of what followers are told; the switch itself is told the same once more."""
+    return _native_text([frame for frame in frames if json.loads(frame)["type"] != "transcription"])
+
+
+def _call(provider: str, **query: str) -> Callable[[House], Door]:
+    return lambda house: telephony.open_door(knock(f"/telephony/{provider}", **query), house).door
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -225,11 +300,18 @@ RECIPES: Mapping[str, Recipe] = {
         _rest_text,
         _native_at_once,
     ),
-    "telephony": Recipe(
-        lambda house: telephony.open_door(knock("/telephony/twilio"), house).door,
-        _twilio_live,
-        _native_text,
-        _native_telephone,
+    "twilio": Recipe(_call("twilio"), _twilio_live, _native_text, _native_telephone),
+    "telnyx": Recipe(_call("telnyx"), _telnyx_live, _native_text, _native_telephone),
+    "plivo": Recipe(_call("plivo"), _plivo_live, _native_text, _native_telephone, is_cut=True),
+    "plivo_16_khz": Recipe(_call("plivo"), _plivo_wide_live, _native_text, _native_live, is_cut=True),
+    "exotel": Recipe(_call("exotel"), _exotel_live, _native_text, _native_narrow),
+    "vonage": Recipe(_call("vonage"), _vonage_live, _native_text, _native_live, is_cut=True),
+    "asterisk": Recipe(_call("asterisk"), _asterisk_live, _native_text, _native_live, is_cut=True),
+    "freeswitch": Recipe(
+        _call("freeswitch", rate=str(SAMPLE_RATE_HZ)), _freeswitch_live, _freeswitch_text, _native_live, is_cut=True
+    ),
+    "audiosocket": Recipe(
+        lambda house: telephony.audiosocket_door(knock(""), house), _audiosocket_live, _native_text, _native_live
     ),
 }
 
@@ -239,14 +321,29 @@ RECIPES: Mapping[str, Recipe] = {
 
 def text_through(recipe: Recipe, samples: Samples, engine: SpeechEngine, detector: SpeechDetector) -> tuple[str, str]:
     """The final text through the door, and through the native protocol."""
-    house = House({engine.card.name: engine.card}, GATE, SessionConfig())
-    native_door = native.open_door(knock("/v1/stream"), house).door
-    here = _run(recipe.open_door(house), recipe.frames(samples), engine, detector)
-    there = _run(native_door, recipe.native_frames(samples), engine, detector)
-    return recipe.text(here), _native_text(there)
+    there = native_text(recipe, samples, engine, detector)
+    return door_text(recipe, samples, engine, detector), there
 
 
-def _run(door: Door, frames: Iterator[Timed], engine: SpeechEngine, detector: SpeechDetector) -> list[Frame]:
+def door_text(recipe: Recipe, samples: Samples, engine: SpeechEngine, detector: SpeechDetector) -> str:
+    """The final text through the door."""
+    door = recipe.open_door(_house(engine))
+    return recipe.text(_run(door, recipe.frames(samples), engine, detector, is_cut=recipe.is_cut))
+
+
+def native_text(recipe: Recipe, samples: Samples, engine: SpeechEngine, detector: SpeechDetector) -> str:
+    """The final text of a native client that does the same."""
+    door = native.open_door(knock("/v1/stream"), _house(engine)).door
+    return _native_text(_run(door, recipe.native_frames(samples), engine, detector))
+
+
+def _house(engine: SpeechEngine) -> House:
+    return House({engine.card.name: engine.card}, GATE, SessionConfig())
+
+
+def _run(
+    door: Door, frames: Iterator[Timed], engine: SpeechEngine, detector: SpeechDetector, *, is_cut: bool = False
+) -> list[Frame]:
     served = {engine.card.name: ServedModel(engine.card, EngineItem(engine.backend, engine.why))}
 
     def open_session(now_s: float, hear: Callable[[Said, float], None]) -> Simulation:
@@ -255,7 +352,7 @@ def _run(door: Door, frames: Iterator[Timed], engine: SpeechEngine, detector: Sp
         return Simulation(session, engine, detector, hear=hear)
 
     simulation = DoorSimulation(door, open_session)
-    told: list[Told] = simulation.run(frames)
+    told: list[Told] = simulation.run(frames, is_cut=is_cut)
     published = [json.dumps(event.event) for event in simulation.published]
     return [*(item.frame for item in told if not isinstance(item.frame, Close)), *published]
 
@@ -263,6 +360,26 @@ def _run(door: Door, frames: Iterator[Timed], engine: SpeechEngine, detector: Sp
 def same_words(here: str, there: str) -> bool:
     """Whether two texts are one, but for the spaces where their segments join."""
     return here.split() == there.split() or "".join(here.split()) == "".join(there.split())
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of one door."""
+
+    n_compared: int = 0
+    n_with_text: int = 0
+    n_decoded: int = 0  # for the door alone: chunks that the native side had not asked for
+    differing: list[str] = field(default_factory=list)
+
+
+def readable(manifest: Path, every: int) -> Iterator[tuple[str, Samples]]:
+    """Every recording that the server reads, by its id, whether or not its words are known."""
+    lines = [json.loads(line) for line in manifest.read_text(encoding="utf-8").splitlines() if line.strip()]
+    for line in lines[::every]:
+        try:
+            yield line["id"], read_audio(manifest.parent / line["file"])[0]
+        except AudioFileError:
+            continue
 
 
 def main() -> None:
@@ -276,21 +393,44 @@ def main() -> None:
     from models.catalog import load_engine
     from vad.silero import SileroDetector
 
-    engine, detector = load_engine(arguments.model, n_threads=1), SileroDetector()
-    recordings = read_manifest(arguments.manifest, languages=None, every=arguments.every)
+    engine = RememberingEngine(load_engine(arguments.model, n_threads=1))
+    detector = RememberingDetector(SileroDetector())
+    tallies = {name: Tally() for name in arguments.doors}
+    for recording_id, samples in readable(arguments.manifest, arguments.every):
+        for name, tally in tallies.items():
+            _compare(recording_id, RECIPES[name], samples, tally, engine, detector)
+        engine.forget()
+        detector.forget()
     print(heading("Text through each door against the native protocol"))
-    print("Final text of the same samples with the same turn settings, on a virtual clock. `telephony` is a stream of")
-    print("Twilio's, so that both sides hear μ-law at 8 kHz.\n")
-    print("| door | recordings | same text | differing |")
-    print("|---|---|---|---|")
-    for name in arguments.doors:
-        differing = [
-            recording.recording_id
-            for recording in recordings
-            if not same_words(*text_through(RECIPES[name], recording.samples(), engine, detector))
-        ]
-        n_same = len(recordings) - len(differing)
-        print(f"| `{name}` | {len(recordings)} | {n_same} | {', '.join(differing) or 'none'} |", flush=True)
+    print("Final text of the same samples with the same turn settings, on a virtual clock: every recording that the")
+    print(
+        "server reads. Carriers send μ-law at 8 kHz (`exotel`: 16-bit samples at 8 kHz), and so does the native side."
+    )
+    print("What the native side asks of the model is not computed anew for a door; `decoded anew` counts what is.\n")
+    print("| door | recordings | with text | same text | differing | decoded anew |")
+    print("|---|---|---|---|---|---|")
+    for name, tally in tallies.items():
+        n_same = tally.n_compared - len(tally.differing)
+        counts = f"{tally.n_compared} | {tally.n_with_text} | {n_same} | {', '.join(tally.differing) or 'none'}"
+        print(f"| `{name}` | {counts} | {tally.n_decoded} |")
+
+
+def _compare(
+    recording_id: str,
+    recipe: Recipe,
+    samples: Samples,
+    tally: Tally,
+    engine: RememberingEngine,
+    detector: SpeechDetector,
+) -> None:
+    there = native_text(recipe, samples, engine, detector)
+    n_decoded = engine.n_decoded
+    here = door_text(recipe, samples, engine, detector)
+    tally.n_compared += 1
+    tally.n_with_text += bool(there)
+    tally.n_decoded += engine.n_decoded - n_decoded
+    if not same_words(here, there):
+        tally.differing.append(recording_id)
 
 
 if __name__ == "__main__":

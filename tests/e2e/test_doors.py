@@ -10,11 +10,13 @@ import soxr
 from whisper_normalizer.english import EnglishTextNormalizer
 
 from benchmarks.door_texts import RECIPES, Samples, same_words, text_through
+from benchmarks.remembering import RememberingDetector, RememberingEngine
 from models.catalog import load_engine
 from models.errors import ModelUnavailableError
 from models.store import recording
 from streaming.engine import SpeechEngine
 from vad.audio import SAMPLE_RATE_HZ
+from vad.detector import SpeechDetector
 from vad.silero import SileroDetector
 
 pytestmark = [pytest.mark.weights, pytest.mark.e2e]
@@ -26,9 +28,14 @@ _normalise = EnglishTextNormalizer()
 @cache
 def engine() -> SpeechEngine:
     try:
-        return load_engine("whisper-tiny.en", n_threads=1)
+        return RememberingEngine(load_engine("whisper-tiny.en", n_threads=1))
     except ModelUnavailableError as error:
         pytest.skip(f"the weights can't be had here: {error}")
+
+
+@cache
+def detector() -> SpeechDetector:
+    return RememberingDetector(SileroDetector())
 
 
 @cache
@@ -44,14 +51,14 @@ def hope() -> Samples:
 
 @pytest.mark.parametrize("door", RECIPES)
 def test_the_text_is_that_of_the_native_protocol(door: str) -> None:
-    here, there = text_through(RECIPES[door], hope(), engine(), SileroDetector())
+    here, there = text_through(RECIPES[door], hope(), engine(), detector())
     assert same_words(here, there)
     assert jiwer.wer(_normalise(HOPE_TEXT), _normalise(here)) == 0
 
 
 @pytest.mark.parametrize("door", RECIPES)
 def test_two_turns_with_a_pause_between_them_are_those_of_the_native_protocol(door: str) -> None:
-    here, there = text_through(RECIPES[door], np.concatenate([hope(), hope()]), engine(), SileroDetector())
+    here, there = text_through(RECIPES[door], np.concatenate([hope(), hope()]), engine(), detector())
     assert same_words(here, there)
     assert jiwer.wer(_normalise(f"{HOPE_TEXT} {HOPE_TEXT}"), _normalise(here)) == 0
 
@@ -61,12 +68,12 @@ def test_two_turns_with_a_pause_between_them_are_those_of_the_native_protocol(do
 def test_the_last_word_just_before_the_end_is_heard(door: str, gap_ms: int) -> None:
     cut = int((0.5 + 3.1) * SAMPLE_RATE_HZ)  # to the last of "despair"
     said = np.concatenate([hope()[:cut], np.zeros(gap_ms * 16, np.float32)])
-    here, _ = text_through(RECIPES[door], said, engine(), SileroDetector())
+    here, _ = text_through(RECIPES[door], said, engine(), detector())
     assert _normalise(here).split()[-1] == "despair"
 
 
 @pytest.mark.parametrize("door", RECIPES)
 def test_what_is_not_speech_gives_no_text(door: str) -> None:
     noise = np.random.default_rng(7).normal(0, 0.1, 5 * SAMPLE_RATE_HZ).astype(np.float32)
-    here, there = text_through(RECIPES[door], noise, engine(), SileroDetector())
+    here, there = text_through(RECIPES[door], noise, engine(), detector())
     assert here == there == ""

@@ -1,0 +1,124 @@
+"""A speech engine and a detector that compute nothing twice, so that comparing many ways to one text costs one of them.
+
+Know the interfaces of both, and that a stream's ``repr`` shows all of its state, as Whisper's does. Do not know what is
+compared. Memory grows with every new question until ``forget``.
+"""
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streaming.engine import Chunk, DecodeOptions, EngineStream, ModelCard, SpeechEngine, StreamWarning
+from streaming.transcript import Hypothesis
+from vad.detector import DetectorState, SpeechDetector
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """A stream of the engine behind; another one, in the state that it would be in, once an answer was remembered."""
+
+    behind: EngineStream
+
+    @property
+    def options(self) -> DecodeOptions:
+        return self.behind.options
+
+    @property
+    def warnings(self) -> tuple[StreamWarning, ...]:
+        return self.behind.warnings
+
+
+class RememberingEngine:
+    """A ``SpeechEngine`` that decodes a chunk, in a given state of its stream, once."""
+
+    def __init__(self, engine: SpeechEngine) -> None:
+        self.n_decoded = 0
+        self.n_remembered = 0
+        self._engine = engine
+        self._answers: dict[bytes, tuple[Hypothesis, EngineStream]] = {}  # with the state behind it
+
+    def forget(self) -> None:
+        """Free the memory."""
+        self._answers.clear()
+
+    @property
+    def card(self) -> ModelCard:
+        """What the engine behind offers."""
+        return self._engine.card
+
+    @property
+    def backend(self) -> str:
+        """What the engine behind computes on."""
+        return self._engine.backend
+
+    @property
+    def why(self) -> str:
+        """Why on that."""
+        return self._engine.why
+
+    def open(self, options: DecodeOptions) -> EngineStream:
+        """Begin a stream. Raises ``UnsupportedOptionError``."""
+        return _Stream(self._engine.open(options))
+
+    def close(self, stream: EngineStream) -> None:
+        """End a stream."""
+        assert isinstance(stream, _Stream)
+        self._engine.close(stream.behind)
+
+    def decode(self, batch: Sequence[tuple[EngineStream, Chunk]]) -> list[Hypothesis]:
+        """One hypothesis for each pair, computed or remembered."""
+        return [self._decode_one(stream, chunk) for stream, chunk in batch]
+
+    def _decode_one(self, stream: EngineStream, chunk: Chunk) -> Hypothesis:
+        assert isinstance(stream, _Stream)
+        question = _digest(repr((stream.behind, chunk)), chunk.samples)
+        if question in self._answers:
+            self.n_remembered += 1
+            hypothesis, behind = self._answers[question]
+            stream.behind = copy.deepcopy(behind)
+            return hypothesis
+        self.n_decoded += 1
+        [hypothesis] = self._engine.decode([(stream.behind, chunk)])
+        self._answers[question] = hypothesis, copy.deepcopy(stream.behind)
+        return hypothesis
+
+
+class RememberingDetector:
+    """A ``SpeechDetector`` that scores a run of windows, from a given state, once."""
+
+    def __init__(self, detector: SpeechDetector) -> None:
+        self._detector = detector
+        self._answers: dict[bytes, tuple[NDArray[np.float32], DetectorState]] = {}
+
+    def forget(self) -> None:
+        """Free the memory."""
+        self._answers.clear()
+
+    def initial_state(self) -> DetectorState:
+        """The state before the first window."""
+        return self._detector.initial_state()
+
+    def score(
+        self, batch: Sequence[tuple[DetectorState, NDArray[np.float32]]]
+    ) -> list[tuple[NDArray[np.float32], DetectorState]]:
+        """Probabilities and state of each pair, computed or remembered."""
+        return [self._score_one(state, windows) for state, windows in batch]
+
+    def _score_one(
+        self, state: DetectorState, windows: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float32], DetectorState]:
+        question = _digest("", state.memory, windows)
+        if question not in self._answers:
+            [self._answers[question]] = self._detector.score([(state, windows)])
+        return self._answers[question]
+
+
+def _digest(text: str, *arrays: NDArray[np.float32]) -> bytes:
+    digest = hashlib.sha256(text.encode())
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array))
+    return digest.digest()
