@@ -152,19 +152,19 @@ def build_cubin(program: Program, *, cache: Path | None, arch: str | None = None
     return compile_sources(sources, arch=arch or program.target.arch, cache=cache)
 
 
-def compile_sources(sources: Mapping[str, str], *, arch: str, cache: Path | None) -> Cubin:
-    """Machine code of ``sources``, which hold ``ENTRY`` and everything that it includes. Raises: as ``build_cubin``."""
-    if ENTRY not in sources:
-        raise KernelCompileError(f"the kernel's sources lack {ENTRY}: {', '.join(sorted(sources)) or 'there are none'}")
+def compile_sources(sources: Mapping[str, str], *, arch: str, cache: Path | None, entry: str = ENTRY) -> Cubin:
+    """Machine code of ``sources``, which hold ``entry`` and everything that it includes. Raises: as ``build_cubin``."""
+    if entry not in sources:
+        raise KernelCompileError(f"the kernel's sources lack {entry}: {', '.join(sorted(sources)) or 'there are none'}")
     options = compile_options(arch)
     key = cache_key(sources, options, compiler_version())
     path = cache / f"{key}.cubin" if cache else None
     if path and (kept := read_entry(path, key)):
         return kept
     started = time.monotonic()
-    code, report = _compile(sources, options)
+    code, report = _compile(sources, entry, options)
     cubin = Cubin(key, code, parse_usage(report), time.monotonic() - started)
-    log.info("compiled %s for %s in %.1f s", ENTRY, arch, cubin.seconds)
+    log.info("compiled %s for %s in %.1f s", entry, arch, cubin.seconds)
     if path:
         write_entry(path, cubin)
     return cubin
@@ -190,12 +190,12 @@ def _nvrtc() -> Any:  # the package has no types
     return nvrtc
 
 
-def _compile(sources: Mapping[str, str], options: tuple[str, ...]) -> tuple[bytes, str]:
+def _compile(sources: Mapping[str, str], entry: str, options: tuple[str, ...]) -> tuple[bytes, str]:
     """Machine code and the compiler's report."""
     nvrtc = _nvrtc()
-    headers = {name: text for name, text in sources.items() if name != ENTRY}
+    headers = {name: text for name, text in sources.items() if name != entry}
     texts, names = ([item.encode() for item in part] for part in (headers.values(), headers))
-    result, handle = nvrtc.nvrtcCreateProgram(sources[ENTRY].encode(), ENTRY.encode(), len(headers), texts, names)
+    result, handle = nvrtc.nvrtcCreateProgram(sources[entry].encode(), entry.encode(), len(headers), texts, names)
     _check(nvrtc, result, "")
     try:
         (result,) = nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])

@@ -157,16 +157,19 @@ class Launch:
 
     n_blocks: int
     shared_bytes: int
+    n_blocks_y: int = 1
+    n_blocks_z: int = 1
+    n_threads: int = N_WARPS * 32  # of a block
     is_cooperative: bool = False  # all blocks run at once, or the launch fails
     is_dependent: bool = False  # may begin before what precedes it on the stream has ended
 
 
 def launch(kernel: Any, how: Launch, stream: Any, parameters: NDArray[np.uint64]) -> None:
-    """Launch ``kernel``, whose one parameter is the structure ``parameters``, with a thread block of all warps."""
+    """Launch ``kernel``, whose one parameter is the structure ``parameters``."""
     driver = _bindings()
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = how.n_blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = N_WARPS * 32, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = how.n_blocks, how.n_blocks_y, how.n_blocks_z
+    config.blockDimX, config.blockDimY, config.blockDimZ = how.n_threads, 1, 1
     config.sharedMemBytes, config.hStream = how.shared_bytes, stream
     attributes = _attributes(driver, how)
     config.attrs, config.numAttrs = attributes, len(attributes)
