@@ -38,6 +38,8 @@ from gateway.server import Server, knock_of
 from gateway.session import ServedModel, model_item
 from gateway.worker import Worker
 from streaming.engine import SpeechEngine
+from streaming.transducer import chunking_of
+from vad.audio import samples_from_ms
 from vad.detector import SpeechDetector
 from vad.silero import SileroDetector
 
@@ -83,9 +85,10 @@ def build_app(
     With ``twilio_auth_token`` Twilio's media streams must be signed with it.
 
     Raises:
-        ConfigError: if a model lacks a capability that ``config`` requires.
+        ConfigError: if a model lacks a capability that ``config`` requires, or can't take its chunks.
     """
     _check_capabilities(config, engines)
+    _check_chunks(config, engines)
     detector = detector or SileroDetector()
     models = {name: ServedModel(engine.card, engine) for name, engine in engines.items()}
     server = Server(models, Worker(engines, detector), detector, config, keys, twilio_auth_token)
@@ -248,6 +251,20 @@ def uvicorn_config(config: Config, app: Starlette) -> uvicorn.Config:
         access_log=False,
         log_level="warning",
     )
+
+
+def _check_chunks(config: Config, engines: Mapping[str, SpeechEngine]) -> None:
+    for name, engine in engines.items():
+        if engine.card.transducer is None or not config.session.chunk_ms:
+            continue
+        try:
+            chunking_of(
+                engine.card.transducer,
+                engine.card.max_window_samples,
+                chunk_samples=samples_from_ms(config.session.chunk_ms),
+            )
+        except ValueError as error:
+            raise ConfigError(f"session.chunk_ms with model {name}: {error}") from error
 
 
 def _check_capabilities(config: Config, engines: Mapping[str, SpeechEngine]) -> None:

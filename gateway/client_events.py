@@ -53,6 +53,16 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunking:
+    """How a model that decodes in chunks takes the audio; words are settled ``latency_ms`` behind it at most."""
+
+    chunk_ms: int
+    right_context_ms: int
+    latency_ms: int
+    second_pass: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The session stands, or stands again. ``taken_samples`` says from where to go on sending."""
 
@@ -67,6 +77,7 @@ class Ready:
     engine: Engine
     models: tuple[Model, ...]
     limits: Limits
+    chunking: Chunking | None = None  # of a model that decodes in chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,16 +223,22 @@ def parse(message: object) -> ServerMessage:
 
 
 def _built(wanted: type[_Message], fields: Mapping[str, Any]) -> _Message:
-    hints = typing.get_type_hints(wanted)
-    missing = [name for name in hints if name not in fields]
+    hints = {name: hint for name, hint in typing.get_type_hints(wanted).items() if name in fields}
+    missing = [item.name for item in _required(wanted) if item.name not in fields]
     if missing:
         raise ProtocolError(f"the server sent {wanted.__name__} without {', '.join(missing)}")
     return wanted(**{name: _converted(hint, fields[name]) for name, hint in hints.items()})
 
 
+def _required(wanted: type[Any]) -> list[dataclasses.Field[Any]]:
+    return [item for item in dataclasses.fields(wanted) if item.default is dataclasses.MISSING]
+
+
 def _converted(hint: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _built(hint, value)
+    if isinstance(hint, types.UnionType):  # X | None
+        return None if value is None else _converted(hint.__args__[0], value)
     if isinstance(hint, types.GenericAlias):  # tuple[X, ...]
         return tuple(_converted(hint.__args__[0], item) for item in value)
     return value

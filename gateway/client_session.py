@@ -71,6 +71,8 @@ class Hello:
     speech_threshold: float | None = None  # 0.05..0.95
     pre_roll_ms: int | None = None  # 300..2000
     partial_interval_ms: int | None = None  # 100..10000
+    chunk_ms: int | None = None  # 160..2000, whole frames; of models that decode in chunks
+    second_pass: bool | None = None  # finals decoded once more in one piece; of the same models
 
     def message(self) -> dict[str, Any]:
         """The message of a new session."""
@@ -95,6 +97,8 @@ class Settings:
     speech_threshold: float | Unchanged = Unchanged.UNCHANGED
     pre_roll_ms: int | Unchanged = Unchanged.UNCHANGED
     partial_interval_ms: int | Unchanged = Unchanged.UNCHANGED
+    chunk_ms: int | None | Unchanged = Unchanged.UNCHANGED  # None: what the model recommends
+    second_pass: bool | Unchanged = Unchanged.UNCHANGED
 
     def message(self) -> dict[str, Any]:
         """The fields of the update's message, without its id."""

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gateway.messages import DEFAULT_HANGOVER_MS, DEFAULT_PARTIAL_INTERVAL_MS
+from gateway.messages import DEFAULT_HANGOVER_MS, DEFAULT_PARTIAL_INTERVAL_MS, MAX_CHUNK_MS, MIN_CHUNK_MS
 from streaming.capability import Capability
 from streaming.utterance import CommitPolicy
 from vad.gate import GateSettings
@@ -85,12 +85,17 @@ class SessionConfig:
     max_unacked_s: float = 10.0  # 1..120; audio a client may have sent that is not yet acknowledged
     resume_window_s: float = 60.0  # 0..3600; how long a lost session waits for its client
     commit_policy: CommitPolicy = CommitPolicy.AGREEMENT  # when words of a partial are settled
+    # Of models that decode in chunks; others take no notice.
+    chunk_ms: int = 0  # 160..2000, whole frames of the model; 0: what the model recommends
+    second_pass: bool = False  # finals are decoded once more in one piece, and nothing is settled before
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` that names setting, value, unit and range."""
         _check_range("partial_interval_ms", self.partial_interval_ms, 100, 10_000, " ms")
         _check_range("max_unacked_s", self.max_unacked_s, 1, 120, " s")
         _check_range("resume_window_s", self.resume_window_s, 0, 3_600, " s")
+        if self.chunk_ms:
+            _check_range("chunk_ms", self.chunk_ms, MIN_CHUNK_MS, MAX_CHUNK_MS, " ms, or 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,12 @@ from gateway.errors import ClientError
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 1 << 20
+MIN_CHUNK_MS, MAX_CHUNK_MS = 160, 2_000
 
 Encoding: TypeAlias = str  # the accepted ones are ingest's to list: its error says more than a schema's
 HangoverMs = Annotated[int, Meta(ge=100, le=10_000)]
 PartialIntervalMs = Annotated[int, Meta(ge=100, le=10_000)]
+ChunkMs = Annotated[int, Meta(ge=MIN_CHUNK_MS, le=MAX_CHUNK_MS)]
 SpeechThreshold = Annotated[float, Meta(ge=0.05, le=0.95)]
 PreRollMs = Annotated[int, Meta(ge=300, le=2_000)]
 Id = Annotated[str, Meta(max_length=64)]
@@ -62,6 +64,8 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     speech_threshold: SpeechThreshold | UnsetType = UNSET
     pre_roll_ms: PreRollMs | UnsetType = UNSET
     partial_interval_ms: PartialIntervalMs | UnsetType = UNSET
+    chunk_ms: ChunkMs | None | UnsetType = UNSET
+    second_pass: bool | UnsetType = UNSET
     resume: ResumeSpec | UnsetType = UNSET
 
     def __post_init__(self) -> None:
@@ -97,6 +101,8 @@ class Update(Struct, frozen=True, forbid_unknown_fields=True, tag="update"):
     speech_threshold: SpeechThreshold | UnsetType = UNSET
     pre_roll_ms: PreRollMs | UnsetType = UNSET
     partial_interval_ms: PartialIntervalMs | UnsetType = UNSET
+    chunk_ms: ChunkMs | None | UnsetType = UNSET
+    second_pass: bool | UnsetType = UNSET
 
 
 class Bye(Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
@@ -157,6 +163,15 @@ class EngineItem(Struct, frozen=True):
     why: str
 
 
+class ChunkingItem(Struct, frozen=True):
+    """How a model that decodes in chunks takes the audio; words are settled ``latency_ms`` behind it at most."""
+
+    chunk_ms: int
+    right_context_ms: int
+    latency_ms: int
+    second_pass: bool
+
+
 class Limits(Struct, frozen=True):
     """Bounds a client has to keep."""
 
@@ -179,6 +194,7 @@ class Ready(Struct, frozen=True, tag="ready"):
     engine: EngineItem
     models: tuple[ModelItem, ...]
     limits: Limits
+    chunking: ChunkingItem | None = None
 
 
 class Ack(Struct, frozen=True, tag="ack"):

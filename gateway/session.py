@@ -29,6 +29,7 @@ from gateway.messages import (
     Audio,
     AudioSpec,
     Bye,
+    ChunkingItem,
     EngineItem,
     Error,
     Event,
@@ -52,13 +53,22 @@ from gateway.messages import (
 )
 from streaming.capability import Capability, MissingCapabilityError, Negotiated, negotiate
 from streaming.context import Context
-from streaming.engine import Chunk, DecodeOptions, ModelCard, StreamWarning, Task, UnsupportedOptionError
+from streaming.engine import (
+    Chunk,
+    DecodeOptions,
+    ModelCard,
+    StreamWarning,
+    Task,
+    TransducerContext,
+    UnsupportedOptionError,
+)
 from streaming.pacing import Pacing
 from streaming.transcript import EndReason, Hypothesis, Segment, Word, text_of
-from streaming.utterance import Purpose, Utterance
+from streaming.transducer import Chunking, TransducerUtterance, chunking_of
+from streaming.utterance import DecodeRequest, Purpose, Utterance
 from streaming.window import RollingAudio
 from vad import gate as vad_gate
-from vad.audio import AudioFrame, samples_from_ms, seconds
+from vad.audio import SAMPLES_PER_MS, AudioFrame, samples_from_ms, seconds
 from vad.detector import DetectorState
 from vad.framer import WINDOW_SAMPLES, Framer, padded
 from vad.gate import Gate, GateSettings
@@ -121,6 +131,9 @@ class StreamSettings:
     gate: GateSettings
     partial_interval_ms: int
     sentence_hangover_ms: int | None = None  # silence that ends an utterance which reads complete; None: as any other
+    chunk_ms: int | None = None  # None: what the model recommends
+    second_pass: bool = False
+    chunking: Chunking | None = None  # what follows from these for a model that decodes in chunks; None: for another
     options: DecodeOptions = field(default_factory=DecodeOptions)
 
     @property
@@ -147,11 +160,50 @@ class _Barrier:
     settings: StreamSettings | None = None  # of an update
 
 
+class Transcribing(Protocol):
+    """An utterance in work, however its model decodes. ``Utterance`` says what each member is for, and the order."""
+
+    context: Context
+    is_over: bool
+
+    @property
+    def keep_from_sample(self) -> int:
+        """See ``Utterance``."""
+
+    @property
+    def reads_complete(self) -> bool:
+        """See ``Utterance``."""
+
+    def heard(self, until_sample: int) -> None:
+        """See ``Utterance``."""
+
+    def paused(self) -> None:
+        """See ``Utterance``."""
+
+    def resumed(self) -> None:
+        """See ``Utterance``."""
+
+    def ended(self, *, end_sample: int, speech_end_sample: int, reason: EndReason) -> list[Segment]:
+        """See ``Utterance``."""
+
+    def due(self) -> Purpose | None:
+        """See ``Utterance``."""
+
+    def next_request(self) -> DecodeRequest | None:
+        """See ``Utterance``."""
+
+    def decoded(self, hypothesis: Hypothesis) -> list[Segment]:
+        """See ``Utterance``."""
+
+    def failed(self) -> list[Segment]:
+        """See ``Utterance``."""
+
+
 @dataclass(slots=True)
 class _Spoken:
     """An utterance in work and the engine stream it is decoded on."""
 
-    utterance: Utterance
+    utterance: Transcribing
     stream_id: int
     start_sample: int
     sentence_hangover_ms: int | None
@@ -202,7 +254,9 @@ class Session:
         self._acked_samples = 0
         # settings, utterances and what waits for them
         self._ready: Ready | None = None
-        self._settings = StreamSettings(gate, config.partial_interval_ms)  # of the next utterance
+        self._settings = StreamSettings(  # of the next utterance
+            gate, config.partial_interval_ms, chunk_ms=config.chunk_ms or None, second_pass=config.second_pass
+        )
         self._newest_settings = (
             self._settings
         )  # what the last update asked for; takes effect behind the audio before it
@@ -388,6 +442,8 @@ class Session:
             prompt=request.prompt,
             prefix=request.prefix,
             left_context_samples=request.left_context_samples,
+            right_context_samples=request.right_context_samples,
+            is_first=request.is_first,
         )
         assert self._ready is not None
         return DecodeJob(self._ready.model, head.stream_id, chunk)
@@ -448,7 +504,7 @@ class Session:
             raise ClientError("unknown_model", f"no model {name!r} here; there are {', '.join(self._models)}")
         card = self._models[name].card
         negotiated = _negotiate(card, _or(hello.require, ()), _or(hello.prefer, ()))
-        settings = _settings_from(hello, self._settings, card)
+        settings = _settings_from(hello, self._settings, card, self._config.partial_interval_ms)
         self._ingest = ingest
         self._settings = self._newest_settings = settings
         self._gate = Gate(settings.gate)
@@ -467,12 +523,14 @@ class Session:
             engine=EngineItem(self._models[name].engine.backend, self._models[name].engine.why),
             models=tuple(model_item(served.card) for served in self._models.values()),
             limits=Limits(MAX_FRAME_BYTES, self._config.max_unacked_s, self._config.resume_window_s),
+            chunking=_chunking_item(settings.chunking),
         )
         return [Send(self._ready), self._open_stream(settings.options)]
 
     def _changed(self, settings: StreamSettings, update: Update) -> StreamSettings:
         assert self._ready is not None
-        return _settings_from(update, settings, self._models[self._ready.model].card)
+        card = self._models[self._ready.model].card
+        return _settings_from(update, settings, card, self._config.partial_interval_ms)
 
     def _open_stream(self, options: DecodeOptions) -> Effect:
         assert self._ready is not None
@@ -624,6 +682,8 @@ class Session:
         self._n_barriers -= 1
         self._settings = settings
         self._gate.settings = settings.gate
+        assert self._ready is not None
+        self._ready = structs.replace(self._ready, chunking=_chunking_item(settings.chunking))  # for a resume
         return [*effects, self._event(Updated(0, update_id, _wire_s(at_sample)))]
 
     def _answer_barriers(self, now_s: float) -> list[Effect]:
@@ -685,17 +745,27 @@ class Session:
         return effects
 
     def _begin_utterance(self, start_sample: int) -> None:
-        utterance = Utterance(
-            start_sample=start_sample,
-            segment_ids=self._segment_ids,
-            pacing=self._settings.pacing,
-            policy=self._config.commit_policy,
-        )
         hangover_ms = self._settings.sentence_hangover_ms
+        utterance = self._new_utterance(start_sample, self._settings)
         self._spoken.append(_Spoken(utterance, self._stream_id, start_sample, hangover_ms))
         self._n_begun += 1
         if len(self._spoken) == 1:
             self._prepare_head()
+
+    def _new_utterance(self, start_sample: int, settings: StreamSettings) -> Transcribing:
+        if settings.chunking is not None:
+            return TransducerUtterance(
+                start_sample=start_sample,
+                segment_ids=self._segment_ids,
+                chunking=settings.chunking,
+                pacing=settings.pacing,
+            )
+        return Utterance(
+            start_sample=start_sample,
+            segment_ids=self._segment_ids,
+            pacing=settings.pacing,
+            policy=self._config.commit_policy,
+        )
 
     def _prepare_head(self) -> None:
         """Tell the utterance that is decoded next what was said just before it."""
@@ -784,7 +854,9 @@ def _negotiate(card: ModelCard, require: Iterable[str], prefer: Iterable[str]) -
     return negotiated
 
 
-def _settings_from(message: Hello | Update, base: StreamSettings, card: ModelCard) -> StreamSettings:
+def _settings_from(
+    message: Hello | Update, base: StreamSettings, card: ModelCard, usual_interval_ms: int
+) -> StreamSettings:
     """``base`` with what ``message`` says, checked against what the model can do."""
     task = _or(message.task, base.options.task)
     if task not in set(Task):
@@ -802,11 +874,46 @@ def _settings_from(message: Hello | Update, base: StreamSettings, card: ModelCar
     sentence_hangover_ms = _or(message.sentence_hangover_ms, base.sentence_hangover_ms)
     if sentence_hangover_ms is not None and Capability.PUNCTUATION not in card.capabilities:
         raise ClientError("unsupported_option", f"{card.name} writes no punctuation, which sentence_hangover_ms needs")
-    return StreamSettings(
+    settings = StreamSettings(
         options=options,
         sentence_hangover_ms=sentence_hangover_ms,
         gate=_gate_from(message, base.gate),
         partial_interval_ms=_or(message.partial_interval_ms, base.partial_interval_ms),
+        chunk_ms=_or(message.chunk_ms, base.chunk_ms),
+        second_pass=_or(message.second_pass, base.second_pass),
+    )
+    if card.transducer is not None:
+        return replace(settings, chunking=_chunking_from(settings, card, card.transducer, usual_interval_ms))
+    if chosen := [name for name in ("chunk_ms", "second_pass") if _or(getattr(message, name), None)]:
+        raise ClientError("unsupported_option", f"{card.name} does not decode in chunks, which {chosen[0]} is about")
+    return settings
+
+
+def _chunking_from(
+    settings: StreamSettings, card: ModelCard, context: TransducerContext, usual_interval_ms: int
+) -> Chunking:
+    """Partials come with every chunk; who wants fewer of them than usual gets longer chunks."""
+    wants_fewer = settings.partial_interval_ms > usual_interval_ms
+    try:
+        return chunking_of(
+            context,
+            card.max_window_samples,
+            chunk_samples=None if settings.chunk_ms is None else samples_from_ms(settings.chunk_ms),
+            interval_samples=samples_from_ms(settings.partial_interval_ms) if wants_fewer else 0,
+            second_pass=settings.second_pass,
+        )
+    except ValueError as error:
+        raise ClientError("unsupported_option", f"chunk_ms: {error}") from error
+
+
+def _chunking_item(chunking: Chunking | None) -> ChunkingItem | None:
+    if chunking is None:
+        return None
+    return ChunkingItem(
+        chunk_ms=chunking.chunk_samples // SAMPLES_PER_MS,
+        right_context_ms=chunking.right_samples // SAMPLES_PER_MS,
+        latency_ms=chunking.latency_samples // SAMPLES_PER_MS,
+        second_pass=chunking.second_pass,
     )
 
 

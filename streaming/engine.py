@@ -74,6 +74,11 @@ class TransducerContext:
             chosen = f"{self.min_chunk_samples}..{self.max_chunk_samples}"
             raise ValueError(f"chunk_samples is {self.chunk_samples}; it must lie in {chosen}")
 
+    @property
+    def longest_samples(self) -> int:
+        """The longest chunk that a caller may choose, with both contexts."""
+        return self.left_samples + self.max_chunk_samples + self.right_samples
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
@@ -85,6 +90,12 @@ class ModelCard:
     capabilities: frozenset[Capability]
     max_batch: int = 1  # the most chunks that one decode call takes with profit
     transducer: TransducerContext | None = None  # of a model that carries its state from chunk to chunk; None: of none
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` for a transducer whose contexts and chunk do not fit its window."""
+        if self.transducer is not None and self.transducer.longest_samples > self.max_window_samples:
+            needed = self.transducer.longest_samples
+            raise ValueError(f"max_window_samples is {self.max_window_samples}; contexts and chunk need {needed}")
 
     def check(self, options: DecodeOptions) -> None:
         """Refuse what the model can't honour.

@@ -47,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     wishes.add_argument("--hangover-ms", type=int, help="silence that ends an utterance")
     wishes.add_argument("--partial-interval-ms", type=int, help="least time between partials")
+    wishes.add_argument("--chunk-ms", type=int, help="how much audio a model that decodes in chunks takes at a time")
+    wishes.add_argument(
+        "--second-pass", action="store_true", help="with such a model, decode finals again in one piece"
+    )
     raw = parser.add_argument_group("raw audio on standard input")
     raw.add_argument("--encoding", choices=tuple(BYTES_PER_SAMPLE), help="read - as raw samples of this encoding")
     raw.add_argument("--rate", type=int, default=16_000, help="its sample rate in Hz")
@@ -100,6 +104,8 @@ def hello_from(arguments: argparse.Namespace, audio: AudioFormat) -> Hello:
         require=tuple(arguments.require),
         hangover_ms=arguments.hangover_ms,
         partial_interval_ms=arguments.partial_interval_ms,
+        chunk_ms=arguments.chunk_ms,
+        second_pass=arguments.second_pass or None,
     )
 
 

@@ -12,6 +12,7 @@ from gateway import pcm
 from gateway.client_events import (
     SERVER_MESSAGES,
     Ack,
+    Chunking,
     ErrorEvent,
     Final,
     Flushed,
@@ -23,7 +24,7 @@ from gateway.client_events import (
 )
 from gateway.client_events import Engine as EngineInfo
 from gateway.client_session import BYTES_PER_SAMPLE, FRAME_S, AudioFormat, ClientSession, Hello, Settings
-from gateway.messages import ServerMessage
+from gateway.messages import ChunkingItem, ServerMessage
 
 S16 = AudioFormat("s16le", 16_000)
 
@@ -62,6 +63,27 @@ def test_hello_names_only_what_was_chosen() -> None:
 
 def test_an_update_can_set_the_language_back_to_detection() -> None:
     assert Settings(language=None, vocabulary=()).message() == {"type": "update", "language": None, "vocabulary": []}
+
+
+def test_chunks_are_chosen_in_hello_and_update_and_left_to_the_model_again() -> None:
+    chosen = ClientSession(Hello(chunk_ms=560, second_pass=True)).hello()
+    assert (chosen["chunk_ms"], chosen["second_pass"]) == (560, True)
+    assert Settings(chunk_ms=None, second_pass=False).message() == {
+        "type": "update",
+        "chunk_ms": None,
+        "second_pass": False,
+    }
+
+
+def test_ready_of_a_model_with_chunks_says_how_late_words_are_settled() -> None:
+    message = {"type": "ready", **dataclasses.asdict(ready())}
+    item = msgspec.to_builtins(ChunkingItem(chunk_ms=320, right_context_ms=800, latency_ms=1_120, second_pass=False))
+    assert parse({**message, "chunking": item}) == dataclasses.replace(
+        ready(), chunking=Chunking(320, 800, 1_120, False)
+    )
+    assert parse({**message, "chunking": None}) == ready()
+    del message["chunking"]
+    assert parse(message) == ready(), "a server that knows no chunks"
 
 
 @pytest.mark.parametrize("bad", [{"encoding": "s12le"}, {"sample_rate_hz": 0}, {"channels": 0}])

@@ -81,6 +81,15 @@ def test_flags_become_what_hello_asks_for() -> None:
     }
 
 
+def test_chunks_are_asked_for_only_when_chosen() -> None:
+    flags = ["--chunk-ms", "560", "--second-pass"]
+    hello = stream.hello_from(parser().parse_args(["stream", "x.wav", *flags]), FORMAT)
+    assert (hello.chunk_ms, hello.second_pass) == (560, True)
+    assert not {"chunk_ms", "second_pass"} & set(
+        stream.hello_from(parser().parse_args(["stream", "x"]), FORMAT).message()
+    )
+
+
 def test_a_file_is_decoded_to_what_models_hear(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "tone.flac", np.full((48_000, 2), 0.25), 48_000)
     source = open_source(str(tmp_path / "tone.flac"), raw=None)
