@@ -71,10 +71,10 @@ def _hann_window() -> torch.Tensor:
 
 
 @cache
-def mel_filters(n_mels: int) -> torch.Tensor:
-    """Triangular filters float32 [n_mels, N_BINS] over 0 to 8000 Hz, each of unit area (Slaney, Auditory Toolbox)."""
+def mel_filters(n_mels: int, fft_samples: int = FFT_SAMPLES) -> torch.Tensor:
+    """Triangular filters float32 [n_mels, fft_samples / 2 + 1], 0 to 8000 Hz, each of unit area (Slaney, 1998)."""
     nyquist_hz = SAMPLE_RATE_HZ / 2
-    bins_hz = np.linspace(0, nyquist_hz, N_BINS)
+    bins_hz = np.linspace(0, nyquist_hz, fft_samples // 2 + 1)
     edges_hz = _mel_to_hz(np.linspace(0, _hz_to_mel(nyquist_hz), n_mels + 2))
     lower, centre, upper = edges_hz[:-2, None], edges_hz[1:-1, None], edges_hz[2:, None]
     rising = (bins_hz - lower) / (centre - lower)
