@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from gateway.client import DEFAULT_URL, AudioFormat, ConnectionFailedError, Hello, StreamClient, Wire, connect
+from gateway.client import DEFAULT_URL, AudioFormat, ConnectionFailedError, Hello, Ready, StreamClient, Wire, connect
 from gateway.client_session import BYTES_PER_SAMPLE
 from gateway.commands.audio_source import AudioSource, open_source
 from gateway.commands.captions import Captions, EventView, JsonLines
@@ -139,9 +139,15 @@ async def show_events(stream: StreamClient, view: EventView) -> None:
         view.show(event, sent_s=stream.sent_s)
 
 
+def greeting(ready: Ready) -> str:
+    """One line on what was granted."""
+    chunking = ready.chunking
+    late = f"; words are settled {chunking.latency_ms} ms behind the audio" if chunking else ""
+    return f"{ready.model} listens{late}" + (f"; not offered: {', '.join(ready.declined)}" if ready.declined else "")
+
+
 def _view(form: str, stream: StreamClient) -> EventView:
     if form == "jsonl":
         return JsonLines(sys.stdout)
-    declined = ", ".join(stream.ready.declined)
-    print(f"{stream.ready.model} listens" + (f"; not offered: {declined}" if declined else ""), file=sys.stderr)
+    print(greeting(stream.ready), file=sys.stderr)
     return Captions(sys.stdout, is_terminal=sys.stdout.isatty(), columns=shutil.get_terminal_size().columns)

@@ -5,13 +5,15 @@ import io
 import math
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 
-from gateway.client import AudioFormat
+from gateway.client import AudioFormat, Ready
+from gateway.client_events import Chunking, Engine, Limits
 from gateway.commands import stream
 from gateway.commands.audio_source import AudioSource, as_s16le, open_source
 from gateway.commands.failure import CommandError
@@ -88,6 +90,15 @@ def test_chunks_are_asked_for_only_when_chosen() -> None:
     assert not {"chunk_ms", "second_pass"} & set(
         stream.hello_from(parser().parse_args(["stream", "x"]), FORMAT).message()
     )
+
+
+def test_the_greeting_says_how_late_words_are_settled_and_what_is_not_offered() -> None:
+    limits = Limits(1 << 20, 10.0, 60.0)
+    ready = Ready(1, "s", False, 0, "parakeet", None, (), (), Engine("cpu", ""), (), limits)
+    assert stream.greeting(ready) == "parakeet listens"
+    chunked = replace(ready, declined=("vocabulary",), chunking=Chunking(320, 800, 1_120, False))
+    told = "parakeet listens; words are settled 1120 ms behind the audio; not offered: vocabulary"
+    assert stream.greeting(chunked) == told
 
 
 def test_a_file_is_decoded_to_what_models_hear(tmp_path: Path) -> None:
