@@ -243,6 +243,8 @@ def test_a_pause_that_ends_changes_nothing() -> None:
     assert not spoken.utterance.reads_complete
     hear_all(spoken, 40_000, start_sample=19_000)
     assert spoken.requests[-1].purpose is Purpose.PARTIAL
+    spoken.utterance.paused()
+    assert not spoken.utterance.reads_complete, "not before what was said since is decoded"
 
 
 def test_the_end_that_comes_during_a_decode_waits_for_it() -> None:
@@ -338,9 +340,11 @@ def test_a_second_pass_at_a_pause_serves_as_the_final_or_speech_is_streamed_anew
         spoken.utterance.paused()
         spoken.serve()
         if goes_on:
+            n_requests = len(spoken.requests)
             spoken.utterance.resumed()
             hear_all(spoken, 40_000, start_sample=24_000)
-            assert spoken.requests[-1].span.start_sample == 0
+            anew = spoken.requests[n_requests]
+            assert anew.is_first and anew.span.start_sample == 0 and not spoken.requests[-1].is_first
         end_sample = 40_000 if goes_on else 23_000
         spoken.show(spoken.utterance.ended(end_sample=end_sample, speech_end_sample=end_sample, reason=EndReason.FLUSH))
         assert spoken.serve() == goes_on
@@ -466,6 +470,28 @@ def test_a_second_pass_says_the_same_as_one_shot(
     live(spoken, happenings, 0, end_sample)
     assert spoken.text == "".join(word.text for word in one_shot(tokens, SpeechSpan(0, end_sample)))
     assert all(segment.n_committed == 0 for segment in spoken.shown if segment.end_reason is None)
+
+
+def test_an_end_before_what_was_decoded_already_leaves_nothing_to_decode() -> None:
+    chunking = Chunking(FRAME_SAMPLES, 30 * FRAME_SAMPLES, 4 * FRAME_SAMPLES, 0, MAX_WINDOW_SAMPLES)
+    spoken = talk(steady("it was the best"), chunking)
+    hear_all(spoken, 20_480)
+    assert spoken.regions[-1].end_sample == 20_480
+    spoken.utterance.ended(end_sample=20_000, speech_end_sample=19_000, reason=EndReason.FLUSH)
+    while spoken.serve():
+        pass
+    assert spoken.text == " it was the best" and spoken.regions[-1].n_samples == 0
+
+
+@pytest.mark.parametrize("chunk_ms", [160, 320, 2_000])
+def test_a_monologue_keeps_no_more_than_the_contexts_and_a_chunk(chunk_ms: int) -> None:
+    chunking = chunking_of(CONTEXT, MAX_WINDOW_SAMPLES, chunk_samples=samples_from_ms(chunk_ms))
+    spoken = talk(steady(" ".join(f"w{n}" for n in range(200))), chunking)
+    for sample in range(0, 800_000, 512):
+        spoken.utterance.heard(sample)
+        spoken.serve()
+        kept_samples = sample - spoken.utterance.keep_from_sample
+        assert kept_samples <= chunking.left_samples + chunking.latency_samples + FRAME_SAMPLES
 
 
 @settings(max_examples=50, deadline=None)
