@@ -18,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from . import transducer_header
 from .errors import CompileError, CompilerMissingError, KernelCompileError
 from .isa import Op, Phase
 from .ops import FusedHead, FusedLinear
@@ -38,6 +39,8 @@ _BITS_PER_WORD = 32
 
 def program_header(program: Program) -> str:
     """The text of ``program.h``: numbers of the program, its target and its sizes, and lists of linear shapes."""
+    if program.sizes.transducer is not None:
+        return transducer_header.transducer_header(program)
     target, sizes = program.target, program.sizes
     n_phases, _ = program.phases.shape
     numbers = {
@@ -149,7 +152,8 @@ def build_cubin(program: Program, *, cache: Path | None, arch: str | None = None
         KernelCompileError: if NVRTC refuses the sources or does not know the architecture.
     """
     sources = {**kernel_sources(), PROGRAM_HEADER: program_header(program)}
-    return compile_sources(sources, arch=arch or program.target.arch, cache=cache)
+    entry = ENTRY if program.sizes.transducer is None else transducer_header.ENTRY
+    return compile_sources(sources, arch=arch or program.target.arch, cache=cache, entry=entry)
 
 
 def compile_sources(sources: Mapping[str, str], *, arch: str, cache: Path | None, entry: str = ENTRY) -> Cubin:

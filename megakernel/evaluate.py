@@ -16,7 +16,17 @@ from . import numbers
 from .errors import CompileError
 from .fuse import fold_constants
 from .isa import MAX_ROWS
-from .ops import Embed, FusedAttention, FusedHead, FusedLinear, FusedOp, Sizes
+from .ops import (
+    Embed,
+    FusedAttention,
+    FusedHead,
+    FusedJoint,
+    FusedLinear,
+    FusedLstm,
+    FusedOp,
+    FusedRecurrence,
+    Sizes,
+)
 from .pick import HeadPartial, Row, allowed_tokens, merge, partial_of
 from .request import Request
 from .select import Emitted, Slot, Slots, accept, rows_of_step
@@ -111,6 +121,8 @@ def evaluate(network: Network, memory: Memory, rows: Sequence[Row]) -> dict[str,
                 values[op.name] = _attention(op, memory, rows, values[op.x])
             case FusedHead():
                 values[op.name] = _linear(network, op, values[op.x])
+            case FusedLstm() | FusedRecurrence() | FusedJoint():
+                raise CompileError("evaluate", op.name, "is a transducer's, which evaluate_transducer.py computes")
             case _:
                 assert_never(op)
     return values

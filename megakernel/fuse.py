@@ -7,6 +7,7 @@ fits none. Does not know phases, tiles or SMs.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,21 +16,30 @@ from . import numbers
 from .errors import CompileError
 from .folded import Folded
 from .graph import Graph, Node, operands_of, verify, widths_of
+from .isa import GATES
 from .ops import (
     Add,
     CrossAttention,
     Embed,
     FusedAttention,
     FusedHead,
+    FusedJoint,
     FusedLinear,
+    FusedLstm,
     FusedOp,
+    FusedRecurrence,
     Gelu,
     Head,
+    Joint,
     LayerNorm,
     Linear,
+    Lookup,
+    LstmStep,
     Norm,
     Op,
     SelfAttention,
+    Transduce,
+    WeightOp,
 )
 
 STAGE = "fuse"
@@ -44,7 +54,49 @@ def fuse(graph: Graph) -> tuple[FusedOp, ...]:
             that is read by more than the first linear and the stream.
     """
     verify(graph)
+    if graph.sizes.transducer is not None:
+        return tuple(_fuse_transducer(graph))
     return tuple(_Fusion(graph).run())
+
+
+def _fuse_transducer(graph: Graph) -> Iterator[FusedOp]:
+    """The recurrent product of a layer comes behind the op that waits for the layer's outputs, so that it fills the
+    time in which that op's own result is on its way.
+    """
+    later: FusedRecurrence | None = None
+    ops = {node.name: node.op for node in graph.nodes}
+    for node in graph.nodes:
+        n, k = graph.constants.get(getattr(node.op, "weight", ""), (0, 0))
+        fused: FusedOp
+        match node.op:
+            case Lookup() | Transduce():
+                continue
+            case LstmStep() as op:
+                fused = _lstm(node.name, op, ops[op.x], graph)
+            case Linear() as op if not isinstance(ops[op.x], Lookup):
+                fused = FusedLinear(node.name, op.x, op.weight, op.bias, n, k)
+            case Joint() as op if not isinstance(ops[op.x], Lookup):
+                n_durations = n - graph.sizes.n_tokens
+                fused = FusedJoint(node.name, op.x, op.weight, op.bias, graph.sizes.n_tokens, n_durations, k)
+            case _:
+                raise CompileError(
+                    STAGE, node.name, "a transducer has a lookup, LSTMs, linears behind them and a joint"
+                )
+        yield fused
+        if later is not None:
+            yield later
+        later = None
+        if isinstance(fused, FusedLstm) and isinstance(node.op, LstmStep):
+            weight = node.op.weight_hidden
+            later = FusedRecurrence(f"{node.name}.next", node.name, fused.layer, weight, fused.n, fused.n // GATES)
+
+
+def _lstm(name: str, op: LstmStep, source: Op, graph: Graph) -> FusedLstm:
+    n, k = graph.constants[op.weight_input]
+    biases = op.bias_input, op.bias_hidden
+    if isinstance(source, Lookup):
+        return FusedLstm(name, None, op.layer, op.weight_input, biases, n, k, source.token_table)
+    return FusedLstm(name, op.x, op.layer, op.weight_input, biases, n, k)
 
 
 class _Fusion:
@@ -158,6 +210,13 @@ def dump(ops: Sequence[FusedOp]) -> str:
 
 
 def _describe(op: FusedOp) -> str:
+    if isinstance(op, FusedLstm):
+        source = f"{op.token_table}[token]" if op.x is None else op.x
+        return f"lstm({source})  {op.k} → {op.n // GATES} units of layer {op.layer}  {op.weight_input}"
+    if isinstance(op, FusedRecurrence):
+        return f"kept for {op.x}'s next step  {op.k} → {op.n}  {op.weight}"
+    if isinstance(op, FusedJoint):
+        return f"joint(relu(frames + {op.x}))  {op.k} → {op.n_tokens} tokens, {op.n_durations} durations  {op.weight}"
     if isinstance(op, FusedAttention):
         kind = "cross" if op.is_cross else "self"
         return f"{kind} attention({op.x})  layer {op.layer}: {op.n_heads} heads, {op.n_blocks} blocks of {op.block}"
@@ -198,11 +257,31 @@ def fold(
 
 
 def fold_constants(ops: Sequence[FusedOp], constants: Mapping[str, NDArray[np.float32]]) -> tuple[Folded, ...]:
-    """The constants of each linear and of the head, in order. Raises CompileError for a missing or misshapen one."""
-    return tuple(_fold_op(op, constants) for op in ops if not isinstance(op, FusedAttention))
+    """The constants of each op that multiplies, in order. Raises CompileError for a missing or misshapen one."""
+    return tuple(_fold_op(op, constants) for op in ops if has_weight(op))
 
 
-def _fold_op(op: FusedLinear | FusedHead, constants: Mapping[str, NDArray[np.float32]]) -> Folded:
+def has_weight(op: FusedOp) -> TypeGuard[WeightOp]:
+    """Whether it reads the tape."""
+    return not isinstance(op, FusedAttention) and not (isinstance(op, FusedLstm) and op.token_table is not None)
+
+
+def fold_table(op: FusedLstm, constants: Mapping[str, NDArray[np.float32]]) -> NDArray[np.float32]:
+    """[n_tokens, units, GATES]: the product of each token's embedding with the input's weight, and both biases."""
+    assert op.token_table is not None, "the LSTM behind the lookup has a table"
+    tokens, weight = constants[op.token_table], constants[op.weight_input]
+    rows = tokens.astype(np.float64) @ by_unit(weight).astype(np.float64).T
+    rows += sum(by_unit(constants[bias]).astype(np.float64) for bias in op.biases)
+    return rows.astype(np.float32).reshape(len(tokens), -1, GATES)
+
+
+def by_unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[4 · units, ...] gate after gate → the same rows unit after unit."""
+    gates = rows.reshape(GATES, -1, *rows.shape[1:])
+    return np.ascontiguousarray(gates.swapaxes(0, 1)).reshape(rows.shape)
+
+
+def _fold_op(op: WeightOp, constants: Mapping[str, NDArray[np.float32]]) -> Folded:
     def constant(name: str, *shape: int) -> NDArray[np.float32]:
         found = constants.get(name)
         if found is None or found.shape != shape:
@@ -211,6 +290,35 @@ def _fold_op(op: FusedLinear | FusedHead, constants: Mapping[str, NDArray[np.flo
             )
         return found
 
+    match op:
+        case FusedLstm():
+            first, second = (constant(bias, op.n) for bias in op.biases)
+            bias = (first.astype(np.float64) + second).astype(np.float32)
+            return fold(by_unit(constant(op.weight_input, op.n, op.k)), by_unit(bias))
+        case FusedRecurrence():
+            return fold(by_unit(constant(op.weight, op.n, op.k)), None)
+        case FusedJoint():
+            given = op.n_tokens + op.n_durations
+            return fold(*pad_joint(op, constant(op.weight, given, op.k), constant(op.bias, given)))
+        case _:
+            return _fold_linear(op, constant)
+
+
+def pad_joint(
+    op: FusedJoint, weight: NDArray[np.float32], bias: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Weight [tokens + durations, k] and bias with zeros between the two, so that durations begin a granule."""
+    padding = ((0, op.first_duration - op.n_tokens), (0, 0))
+    tokens = np.pad(weight[: op.n_tokens], padding)
+    biases = np.pad(bias[: op.n_tokens], padding[0])
+    return np.concatenate([tokens, weight[op.n_tokens :]]), np.concatenate([biases, bias[op.n_tokens :]])
+
+
+class _Constant(Protocol):
+    def __call__(self, name: str, *shape: int) -> NDArray[np.float32]: ...
+
+
+def _fold_linear(op: FusedLinear | FusedHead, constant: _Constant) -> Folded:
     bias = constant(op.bias, op.n) if isinstance(op, FusedLinear) and op.bias is not None else None
     weight = constant(op.weight, op.n, op.k)
     if op.norm is None:

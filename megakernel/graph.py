@@ -9,19 +9,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from .errors import CompileError
-from .isa import MAX_SLOTS
+from .isa import EXTRA_DURATIONS, GRANULE_ROWS, MAX_SLOTS
 from .ops import (
     Add,
     CrossAttention,
     Embed,
     Gelu,
     Head,
+    Joint,
     Known,
     LayerNorm,
     Linear,
+    Lookup,
+    LstmStep,
     Op,
     Select,
     SelfAttention,
+    Transduce,
 )
 from .ops import Sizes as Sizes
 
@@ -105,6 +109,31 @@ class Builder:
         """The end of the step."""
         return self._add(name, Select(head))
 
+    def lookup(self, name: str, *, tokens: str) -> str:
+        """The embedding of each slot's last token."""
+        self._declare(tokens, self._sizes.n_tokens, self._sizes.width)
+        return self._add(name, Lookup(tokens))
+
+    def lstm_step(self, name: str, x: str, n: int, *, layer: int, weights: tuple[str, str, str, str]) -> str:
+        """``n`` units. ``weights``: of the input, of the outputs before, and the bias of each."""
+        for weight, k in zip(weights[:2], (self._widths.get(x, 0), n), strict=True):
+            self._declare(weight, 4 * n, k)
+        for bias in weights[2:]:
+            self._declare(bias, 4 * n)
+        return self._add(name, LstmStep(x, layer, *weights))
+
+    def joint(self, name: str, x: str, *, weight: str, bias: str) -> str:
+        """Logits of tokens and durations at the slots' frames, reduced at once."""
+        transducer = self._sizes.transducer
+        n = self._sizes.n_tokens + (len(transducer.durations) if transducer else 0)
+        self._declare(weight, n, self._widths.get(x, 0))
+        self._declare(bias, n)
+        return self._add(name, Joint(x, weight, bias))
+
+    def transduce(self, name: str, joint: str) -> str:
+        """The end of a step over frames."""
+        return self._add(name, Transduce(joint))
+
     def build(self) -> Graph:
         """The graph, verified. Raises CompileError for what ``verify`` refuses."""
         graph = Graph(self._name, self._sizes, tuple(self._nodes), self._constants)
@@ -155,14 +184,20 @@ def operands_of(op: Op) -> tuple[str, ...]:
 
 def constants_of(op: Op) -> tuple[str, ...]:
     """The constants that an op reads."""
-    names = ("token_table", "position_table", "gamma", "beta", "weight", "bias")
+    names = (
+        *("token_table", "position_table", "gamma", "beta", "weight", "bias"),
+        *("weight_input", "weight_hidden", "bias_input", "bias_hidden"),
+    )
     found = (getattr(op, name, None) for name in names)
     return tuple(name for name in found if name is not None)
 
 
 def _verify_sizes(graph: Graph) -> None:
     sizes = graph.sizes
+    _verify_transducer(graph)
     for field in fields(sizes):
+        if field.name == "transducer":
+            continue
         least = 0 if field.name == "end_token" else 1
         if getattr(sizes, field.name) < least:
             raise CompileError(STAGE, graph.name, f"{field.name} is {getattr(sizes, field.name)}, below {least}")
@@ -176,6 +211,18 @@ def _verify_sizes(graph: Graph) -> None:
         raise CompileError(STAGE, graph.name, f"{sizes.max_slots} slots, at most {MAX_SLOTS}")
 
 
+def _verify_transducer(graph: Graph) -> None:
+    own = graph.sizes.transducer
+    if own is None:
+        return
+    if own.n_frames < 1 or own.max_symbols < 1 or not 0 <= own.blank < graph.sizes.n_tokens:
+        rule = f"{own.n_frames} frames, {own.max_symbols} tokens at a frame, blank {own.blank}: at least 1, 1, a token"
+        raise CompileError(STAGE, graph.name, rule)
+    if not 1 <= len(own.durations) <= GRANULE_ROWS or not all(0 <= d < EXTRA_DURATIONS for d in own.durations):
+        rule = f"durations {own.durations}: 1 to {GRANULE_ROWS}, each from 0 to {EXTRA_DURATIONS - 1}"
+        raise CompileError(STAGE, graph.name, rule)
+
+
 def _verify_names(graph: Graph) -> None:
     for name, count in Counter(node.name for node in graph.nodes).items():
         if count > 1 or not name:
@@ -183,14 +230,17 @@ def _verify_names(graph: Graph) -> None:
 
 
 def _verify_end(graph: Graph) -> None:
-    for kind in (Embed, Head, Select):
+    ends: tuple[type[Op], ...] = (Embed, Head, Select)
+    if graph.sizes.transducer is not None:
+        ends = (Lookup, Joint, Transduce)
+    for kind in ends:
         found = [node.name for node in graph.nodes if isinstance(node.op, kind)]
         if len(found) != 1:
             raise CompileError(STAGE, graph.name, f"has one {kind.__name__}, not {found}")
     last = graph.nodes[-1]
     ops = {node.name: node.op for node in graph.nodes}
-    if not isinstance(last.op, Select) or not isinstance(ops[last.op.head], Head):
-        raise CompileError(STAGE, last.name, "the Select of a Head ends the step")
+    if not isinstance(last.op, Select | Transduce) or not isinstance(ops[last.op.head], Head | Joint):
+        raise CompileError(STAGE, last.name, f"the {ends[2].__name__} of a {ends[1].__name__} ends the step")
 
 
 def _verify_all_is_read(graph: Graph) -> None:
@@ -207,10 +257,11 @@ def _verify_all_is_read(graph: Graph) -> None:
 def _verify_caches(graph: Graph) -> None:
     seen: set[tuple[type[Op], int]] = set()
     for node in graph.nodes:
-        if isinstance(node.op, SelfAttention | CrossAttention):
+        if isinstance(node.op, SelfAttention | CrossAttention | LstmStep):
             cache = (type(node.op), node.op.layer)
             if cache in seen:
-                raise CompileError(STAGE, node.name, f"layer {node.op.layer} has attended already")
+                done = "stepped" if isinstance(node.op, LstmStep) else "attended"
+                raise CompileError(STAGE, node.name, f"layer {node.op.layer} has {done} already")
             seen.add(cache)
 
 
@@ -219,7 +270,8 @@ def _verify_caches(graph: Graph) -> None:
 
 def dump(graph: Graph) -> str:
     """The sizes, then one line a node: value, elements of its row, op, what it reads."""
-    sizes = "  ".join(f"{field.name}={getattr(graph.sizes, field.name)}" for field in fields(graph.sizes))
+    found = ((field.name, getattr(graph.sizes, field.name)) for field in fields(graph.sizes))
+    sizes = "  ".join(f"{name}={value}" for name, value in found if value is not None)
     return "\n".join([f"graph {graph.name}", f"  {sizes}", *_lines(graph)]) + "\n"
 
 
@@ -241,5 +293,7 @@ def _note(op: Op) -> str:
             return f"  layer {op.layer}: {op.n_heads} heads, blocks of {op.block}{kept}"
         case LayerNorm():
             return f"  epsilon {op.epsilon:g}"
+        case LstmStep():
+            return f"  layer {op.layer}"
         case _:
             return ""

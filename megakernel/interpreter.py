@@ -120,7 +120,7 @@ class Interpreter:
     """
 
     def __init__(self, program: Program, memory: DeviceMemory, mailbox: NDArray[np.uint8]) -> None:
-        _verify_words(program)
+        self.verify_words(program)
         self.program = program
         self.memory = memory
         self.host = {name: mailbox.view(np.uint32)[offset // 4 :] for name, offset in OFFSETS.items()}
@@ -129,8 +129,21 @@ class Interpreter:
         self.epsilon = next((op.norm.epsilon for op in program.ops if isinstance(op, FusedLinear) and op.norm), 0.0)
         self.weights: dict[tuple[int, int], _Weights] = {}  # by SM and phase, as the tape is the same every step
         self.n_records = 0
-        self._launch: _Launch | None = None
+        self.slots: Slots = ()
+        self._launch: Launch | None = None
         self.clear()
+
+    def verify_words(self, program: Program) -> None:
+        """Raise BadWordError for what no body of the kernel could take."""
+        _verify_words(program)
+
+    def new_sm(self, launch: "Launch", index: int) -> "Sm":
+        """One of a launch's SMs."""
+        return Sm(launch, index)
+
+    def keep(self, control: "Sm") -> None:
+        """What the control SM leaves behind for the next launch."""
+        self.slots = control.slots
 
     def clear(self, *, state: bool = True) -> None:
         """Zeros into the exchange area. Behind a fault also forget the slots and take all commands as carried out."""
@@ -139,7 +152,7 @@ class Interpreter:
         if not state:
             return
         sizes = self.program.sizes
-        self.slots: Slots = (None,) * sizes.max_slots
+        self.slots = (None,) * sizes.max_slots
         self.n_commands = int(self.host["door"][0])
         self.commands: dict[int, list[int]] = {}  # by place in the ring; the control SM copies them
         self.requests: dict[int, NDArray[np.uint32]] = {}  # [REQUEST_WORDS] by slot; the control SM copies them
@@ -149,7 +162,7 @@ class Interpreter:
 
     def start(self, seed: int, *, max_steps: int = 1 << 30) -> None:
         """Begin a launch, whose SMs take turns that ``seed`` decides."""
-        self._launch = _Launch(self, random.Random(seed), max_steps)
+        self._launch = Launch(self, random.Random(seed), max_steps)
 
     def advance(self, n_turns: int) -> Residency | None:
         """Give SMs so many turns, each of which ends where the SM waits or has published something.
@@ -177,10 +190,13 @@ class Interpreter:
         return residency
 
 
+TOKEN_OPS = frozenset({Op.LINEAR, Op.ATTEND_SELF, Op.ATTEND_CROSS, Op.COMBINE})  # in front of HEAD and SELECT
+
+
 def _verify_words(program: Program) -> None:
     """Raise BadWordError for what no body of the kernel could take."""
     ops = [int(op) for op in program.phases[:, Phase.OP]]
-    if ops[-2:] != [Op.HEAD, Op.SELECT] or not set(ops[:-2]) <= set(Op) - {Op.HEAD, Op.SELECT}:
+    if ops[-2:] != [Op.HEAD, Op.SELECT] or not set(ops[:-2]) <= TOKEN_OPS:
         raise BadWordError(f"{program.name}: the kernel ends a step with HEAD and SELECT, not {ops}")
     for index, words in enumerate(program.phases):
         if not _is_legal(words, program.sizes.head_size):
@@ -202,7 +218,7 @@ def _is_legal(words: NDArray[np.uint32], head_size: int) -> bool:
 # ---------------------------------------------------------------------- one launch
 
 
-class _Launch:
+class Launch:
     """The SMs of one launch, and who runs next."""
 
     def __init__(self, device: Interpreter, rng: random.Random, max_steps: int) -> None:
@@ -210,9 +226,9 @@ class _Launch:
         self.rng = rng
         self.max_steps = max_steps
         self.fault: tuple[FaultKind, int, int] | None = None  # kind, SM, phase
-        self.ends: list[tuple[Slots, int]] = []  # of each step: slots and commands, by the first SM through it
+        self.ends: list[tuple[object, int]] = []  # of each step: slots and commands, by the first SM through it
         device.exchange.launch()
-        self.sms = [_Sm(self, sm) for sm in range(device.program.target.n_sms)]
+        self.sms = [device.new_sm(self, sm) for sm in range(device.program.target.n_sms)]
         self.running = {sm.index: sm.run() for sm in self.sms}
         self._speeds = [10 ** rng.uniform(-2, 0) for _ in self.sms]  # some SMs fall far behind others
         self._waits: dict[int, Wait] = {}
@@ -277,7 +293,8 @@ class _Launch:
         residency = Residency(reason, control.n_steps, *(self.fault or ()))
         self._fill_control(residency)
         if not self.fault:
-            device.slots, device.n_commands = control.slots, control.n_commands
+            device.keep(control)
+            device.n_commands = control.n_commands
             device.epoch += control.n_steps * device.program.epochs_per_step
         return residency
 
@@ -308,10 +325,10 @@ class _Weights:
     weight: Floats  # [rows, K] bfloat16
 
 
-class _Sm:
+class Sm:
     """Its own copy of slots and rows, its elements of the residual stream, its warps' places on the tape."""
 
-    def __init__(self, launch: _Launch, index: int) -> None:
+    def __init__(self, launch: Launch, index: int) -> None:
         device, program = launch.device, launch.device.program
         self.launch, self.device, self.program, self.index = launch, device, program, index
         self.exchange, self.memory = device.exchange, device.memory
@@ -725,7 +742,7 @@ class _Sm:
             yield from self.emit(told)
         control = yield from self._take(np.array([self.program.control_word]), words[Phase.INPUT_EPOCH])
         yield from self._obey(int(control[0]))
-        self._compare()
+        self._compare(self.slots)
         self.n_steps += 1
         self.rows = rows_of_step(self.slots, self.max_rows, self.program.sizes)
         if self.is_control:
@@ -752,9 +769,9 @@ class _Sm:
         yield from self.emit(told)
         self.leave = LeaveReason(control >> COUNT_BITS) if control >> COUNT_BITS else leave
 
-    def _compare(self) -> None:
+    def _compare(self, slots: object) -> None:
         """Raise DivergenceError unless every SM comes to the same end of a step."""
-        end = self.slots, self.n_commands
+        end = slots, self.n_commands
         if len(self.launch.ends) == self.n_steps:
             self.launch.ends.append(end)
         elif self.launch.ends[self.n_steps] != end:

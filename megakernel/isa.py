@@ -31,6 +31,10 @@ class Op(IntEnum):
     COMBINE = 3  # attention over several blocks becomes one row
     HEAD = 4  # a linear whose outputs are reduced at once to what SELECT needs
     SELECT = 5  # next tokens, records for the host, joins and leaves, the next step's rows
+    LSTM = 6  # a linear, or a row of a table, plus what RECUR kept → one step of the cells → their outputs
+    RECUR = 7  # a linear over those outputs that stays on its SM, for the next step's LSTM; nobody waits for it
+    JOINT = 8  # relu(frames + predictor's row) times the vocabulary and the durations, reduced at once
+    TRANSDUCE = 9  # SELECT of a transducer: how far each slot's frames go, and the token that stops it
 
 
 class Flag(IntFlag):
@@ -64,6 +68,10 @@ class Phase(IntEnum):
     SCORE_HEADS = 15  # ATTEND_CROSS: bit h is set if head h's scores are dumped
 
 
+GATES = 4  # of an LSTM's unit: input, forget, cell, output; they lie beside each other in a granule
+GRANULE_UNITS = GRANULE_ROWS // GATES
+
+
 class Task(IntEnum):
     """Words of a task record: one SM's part of a phase. All zero where it has none."""
 
@@ -91,6 +99,7 @@ class Partial(IntEnum):
 
 
 PARTIAL_WORDS = 12
+BEST_WORDS = 2  # JOINT's result of one SM for one row: logit and number of its best token
 BLOCK_STATS_WORDS = 2  # of an attention block's result: largest score, sum of exponentials; then the row's pairs
 
 
@@ -119,6 +128,15 @@ REQUEST_HEAD_WORDS = 16
 REQUEST_TOKENS = 496  # at most
 REQUEST_WORDS = REQUEST_HEAD_WORDS + REQUEST_TOKENS
 NO_WATCH = 0xFFFFFFFF
+
+
+class FrameRequest(IntEnum):
+    """Words of a transducer's request. It has no tokens; frames and state lie in memory of their own."""
+
+    N_FRAMES = 0  # of the slot's frames, from the first
+    FIRST_FRAME = 1  # to look at
+    BEGINS = 2  # 1: the predictor has seen nothing yet; 0: it goes on from STATE_IN
+    TICKET = 13  # as in Request
 
 
 class RequestFlag(IntFlag):
@@ -157,7 +175,7 @@ class Record(IntEnum):
     TOKEN = 2  # TOKEN: the token. SEGMENT: index of its first token. DONE: EndReason. LEFT: LeaveReason
     FIRST_SEQUENCE = 3  # number of this record, from 1
     VALUE = 4  # TOKEN: its log-probability, float. SEGMENT: number of tokens. DONE: probability of the watched token
-    EXTRA = 5  # TOKEN: its index. DONE: tokens of the draft that held
+    EXTRA = 5  # TOKEN: its index. DONE: tokens of the draft that held. EMISSION: frame and duration
     STEP = 6
     SEQUENCE = 7  # the same number
 
@@ -169,6 +187,10 @@ class RecordKind(IntEnum):
     SEGMENT = 2  # a marker closed one: tokens TOKEN to TOKEN + VALUE
     DONE = 3
     LEFT = 4  # the kernel has left; nothing follows
+    EMISSION = 5  # a transducer's token: VALUE its log-probability, EXTRA its frame x EXTRA_DURATIONS + its duration
+
+
+EXTRA_DURATIONS = 256  # durations that fit into EXTRA beside the frame
 
 
 class EndReason(IntEnum):
@@ -177,6 +199,7 @@ class EndReason(IntEnum):
     END_TOKEN = 1
     LIMIT = 2
     CANCELLED = 3
+    FRAMES = 4  # a transducer is past its last frame, by EXTRA frames
 
 
 RECORD_WORDS = 8
@@ -215,6 +238,10 @@ class Parameter(IntEnum):
     COMMANDS = 26  # commands carried out before this launch
     RECORDS = 27  # records written before this launch
     RESIDUAL = 28  # graph mode: [n_sms, MAX_ROWS, residual elements] float between phases
+    FRAMES = 29  # [slot, n_frames, width] bfloat16
+    TABLE = 30  # [n_tokens, unit, GATES] float: what the first LSTM adds for its input
+    STATE_IN = 31  # [slot, layer, 2, unit] float: outputs and cells that a request goes on from
+    STATE_OUT = 32  # the same, behind the last step
 
 
 class Control(IntEnum):
@@ -266,6 +293,7 @@ def isa_header() -> str:
         Task,
         Partial,
         Request,
+        FrameRequest,
         RequestFlag,
         Command,
         CommandKind,

@@ -84,13 +84,29 @@ class SegmentRecord:
 
 @dataclass(frozen=True, slots=True)
 class DoneRecord:
-    """The slot is free. ``watched`` is the watched token's probability, 0 if none was; ``n_verified`` of the draft."""
+    """The slot is free. ``watched`` is the watched token's probability, 0 if none was; ``n_verified`` of the draft.
+
+    A transducer verifies nothing: its ``n_verified`` are the frames past the last that the last duration reaches to.
+    """
 
     slot: int
     ticket: int
     reason: EndReason
     watched: float
     n_verified: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmissionRecord:
+    """A transducer's next token: the frame that it was found at, and for how many frames it holds."""
+
+    slot: int
+    ticket: int
+    token: int
+    log_probability: float
+    frame: int
+    duration: int
     step: int
 
 
@@ -102,7 +118,7 @@ class LeftRecord:
     step: int
 
 
-SlotRecord = TokenRecord | SegmentRecord | DoneRecord
+SlotRecord = TokenRecord | SegmentRecord | EmissionRecord | DoneRecord
 Record = SlotRecord | LeftRecord
 
 
@@ -125,6 +141,9 @@ def decode_record(words: NDArray[np.uint32]) -> Record:  # [RECORD_WORDS]
             return TokenRecord(slot, ticket, token, _as_float(value), body[isa.Record.EXTRA], step)
         case RecordKind.SEGMENT:
             return SegmentRecord(slot, ticket, _INDEX.unpack(_WORD.pack(token))[0], value, step)
+        case RecordKind.EMISSION:
+            frame, duration = divmod(body[isa.Record.EXTRA], isa.EXTRA_DURATIONS)
+            return EmissionRecord(slot, ticket, token, _as_float(value), frame, duration, step)
         case RecordKind.DONE:
             return DoneRecord(slot, ticket, EndReason(token), _as_float(value), body[isa.Record.EXTRA], step)
         case _:

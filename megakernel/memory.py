@@ -14,27 +14,34 @@ from .errors import CompileError
 from .graph import Sizes
 from .isa import (
     BATCH_GRANULES,
+    BEST_WORDS,
     BLOCK_STATS_WORDS,
     GRANULE_ROWS,
+    GRANULE_UNITS,
+    MAX_SLOTS,
+    N_WARPS,
     PARTIAL_WORDS,
     STATS_ELEMENTS,
     TILE_BYTES,
+    X_ROW_PAD_BYTES,
     Flag,
     Op,
     Phase,
     Task,
 )
 from .schedule import Schedule, tiles_of_warps
-from .target import MIN_RING_TILES, MISC_BYTES, Target
-from .tasks import HEAD_SIZE, PhaseTasks
+from .target import MIN_RING_TILES, MISC_BYTES, SUMS_BYTES, Target
+from .tasks import HEAD_SIZE, PhaseTasks, output_elements
 
 N_REPLICAS = 4  # of exchanged rows; an SM reads replica SM mod this, measured fastest on 132 SMs
+N_PARITIES = 2  # of JOINT's results and the control word: a step without predictor joins nobody before it writes
 ALIGN_WORDS = 16  # of the exchange area's parts: a line of 128 bytes
 WORD_BYTES = 4
 FIXED_BYTES = 4864  # of what every program has at hand: parameters, slots, rows (`struct Misc` in machine.cuh)
 STATS_BYTES = 2 * 2 * WORD_BYTES  # for a row's sum and sum of squares over STATS_ELEMENTS, by parity of the phase
 AUX_GRANULE_BYTES = GRANULE_ROWS * 2 * WORD_BYTES
 ALIGN_BYTES = 128  # of the parts of shared memory
+TRANSDUCER_FIXED_BYTES = 3072  # the same of a transducer (`struct Misc` in transducer.cuh)
 STAGE = "memory"
 
 
@@ -71,7 +78,8 @@ class Memory:
     aux_in_shared: bool  # whether those fit misc_bytes beside the rest
     records_bytes: int  # of misc_bytes that are taken before: records of phases, residual stream, rows, slots
     misc_bytes: int  # of shared memory for all that: MISC_BYTES, or more where the records need it
-    ring_tiles: int  # that each warp loads ahead, in what shared memory is left
+    x_bytes: int  # of shared memory for rows of activations
+    ring_tiles: int  # that each warp loads ahead, in what shared memory is left; a transducer's: that stay there
     buffers: tuple[Buffers, ...]  # [n_phases]
     exchange_words: int
     control_word: int
@@ -84,11 +92,20 @@ def lay_out(phases: Sequence[PhaseTasks], schedule: Schedule, target: Target, si
     weights, tile_index, warp_tiles = _tape(phases, schedule)
     aux, ends = _aux(schedule)
     aux_granules = int(ends[-1].max())
-    linear_aux_granules = int(aux[[phase.op is Op.HEAD for phase in phases]].max())
+    heads = [phase.op is Op.HEAD for phase in phases]
+    linear_aux_granules = int(aux[heads].max()) if any(heads) else aux_granules
     residual_granules = _residual_granules(phases, schedule)
-    records_bytes = _records_bytes(len(phases), residual_granules, target, sizes)
-    misc_bytes = max(MISC_BYTES, -(-records_bytes // ALIGN_BYTES) * ALIGN_BYTES)
-    ring_tiles = target.ring_tiles(misc_bytes)
+    if sizes.transducer is None:
+        x_bytes = target.x_bytes
+        records_bytes = _records_bytes(len(phases), residual_granules, target, sizes)
+        misc_bytes = max(MISC_BYTES, -(-records_bytes // ALIGN_BYTES) * ALIGN_BYTES)
+        ring_tiles = target.ring_tiles(misc_bytes)
+    else:
+        x_bytes = target.max_rows * (max(phase.k for phase in phases) * 2 + X_ROW_PAD_BYTES)
+        records_bytes = _transducer_bytes(phases, schedule, sizes)
+        misc_bytes = -(-(records_bytes + aux_granules * AUX_GRANULE_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
+        ring_tiles = (target.shared_bytes - x_bytes - SUMS_BYTES - misc_bytes) // (N_WARPS * TILE_BYTES)
+        ring_tiles = min(ring_tiles, int(warp_tiles[:, :, 1].max()))
     if ring_tiles < MIN_RING_TILES:
         rule = (
             f"records, rows and residual stream of an SM take {records_bytes} bytes, which leaves no room for the ring"
@@ -105,6 +122,7 @@ def lay_out(phases: Sequence[PhaseTasks], schedule: Schedule, target: Target, si
         aux_in_shared=records_bytes + linear_aux_granules * AUX_GRANULE_BYTES <= misc_bytes,
         records_bytes=records_bytes,
         misc_bytes=misc_bytes,
+        x_bytes=x_bytes,
         ring_tiles=ring_tiles,
         buffers=buffers,
         exchange_words=control_word + ALIGN_WORDS,
@@ -131,7 +149,7 @@ def _tape(
     weights: list[WeightTiles] = []
     first_tile = 0
     for index, phase in enumerate(phases):
-        if phase.n_granules == 0:
+        if phase.n_granules * phase.granule_tiles == 0:
             continue
         position = _positions(phase, schedule, index, first_of_phase[index])
         tile_index[position.ravel()] = np.arange(first_tile, first_tile + position.size)
@@ -177,6 +195,19 @@ def _records_bytes(n_phases: int, residual_granules: int, target: Target, sizes:
     return FIXED_BYTES + n_phases * (len(Task) + len(Phase)) * WORD_BYTES + target.max_rows * of_row
 
 
+def kept_granules(phases: Sequence[PhaseTasks], schedule: Schedule) -> int:
+    """Of an LSTM layer, on the SM that has most of it."""
+    own = [phase.op is Op.RECUR for phase in phases]
+    return int(schedule.n_granules[own].max()) if any(own) else 0
+
+
+def _transducer_bytes(phases: Sequence[PhaseTasks], schedule: Schedule, sizes: Sizes) -> int:
+    """Records, and of every layer's granules the kept products and the cells of every slot."""
+    granule_bytes = MAX_SLOTS * (GRANULE_ROWS + GRANULE_UNITS) * WORD_BYTES
+    records = len(phases) * (len(Task) + len(Phase) + N_WARPS) * WORD_BYTES
+    return TRANSDUCER_FIXED_BYTES + records + sizes.n_layers * kept_granules(phases, schedule) * granule_bytes
+
+
 # ---------------------------------------------------------------------- exchange area
 
 
@@ -203,10 +234,14 @@ def _exchange(phases: Sequence[PhaseTasks], target: Target) -> tuple[tuple[Buffe
     for index, phase in enumerate(phases):
         source, source_epoch = made[phase.reads] if phase.reads is not None else (0, 0)
         match phase.op:
-            case Op.SELECT:
+            case Op.SELECT | Op.TRANSDUCE | Op.RECUR:
                 buffers.append(Buffers(source, source_epoch, 0, 0, 0))
                 continue
-            case Op.LINEAR | Op.HEAD:
+            case Op.JOINT:
+                output = area.take(output_words(phase, target))
+                partial = area.take(partial_words(phase, target))
+                made[phase.name] = output, epoch + 1
+            case Op.LINEAR | Op.HEAD | Op.LSTM:
                 output, partial = area.take(output_words(phase, target)), 0
                 made[phase.name] = output, epoch + 1
             case Op.ATTEND_SELF | Op.ATTEND_CROSS:
@@ -226,11 +261,15 @@ def output_words(phase: PhaseTasks, target: Target) -> int:
     """Words of the rows that a phase hands on, or of HEAD's results."""
     if phase.op is Op.HEAD:
         return target.n_sms * target.max_rows * PARTIAL_WORDS
-    return N_REPLICAS * target.max_rows * phase.n // 2
+    if phase.op is Op.JOINT:
+        return N_PARITIES * target.max_rows * target.n_sms * BEST_WORDS
+    return N_REPLICAS * target.max_rows * output_elements(phase) // 2
 
 
 def partial_words(phase: PhaseTasks, target: Target) -> int:
-    """Words of an attention's blocks."""
+    """Words of an attention's blocks; of JOINT each SM's log-sum-exp of a row, and the row's duration."""
+    if phase.op is Op.JOINT:
+        return N_PARITIES * target.max_rows * (target.n_sms + 1)
     return target.max_rows * phase.n_heads * phase.n_blocks * (BLOCK_STATS_WORDS + HEAD_SIZE // 2)
 
 
@@ -240,11 +279,13 @@ def partial_words(phase: PhaseTasks, target: Target) -> int:
 def parts(phases: Sequence[PhaseTasks], memory: Memory, target: Target) -> Iterator[tuple[str, int, int]]:
     """Name, first word and number of words of every part of the exchange area."""
     for phase, buffers in zip(phases, memory.buffers, strict=True):
-        if phase.op in (Op.LINEAR, Op.HEAD, Op.COMBINE):
+        if phase.op in (Op.LINEAR, Op.HEAD, Op.COMBINE, Op.LSTM, Op.JOINT):
             yield phase.name, buffers.output, output_words(phase, target)
+        if phase.op is Op.JOINT:
+            yield f"{phase.name}.sums", buffers.partial, partial_words(phase, target)
         if phase.op is Op.COMBINE:
             yield f"{phase.name}.blocks", buffers.partial, partial_words(phase, target)
-    yield "control", memory.control_word, 1
+    yield "control", memory.control_word, N_PARITIES if phases[-1].op is Op.TRANSDUCE else 1
 
 
 def verify(memory: Memory, phases: Sequence[PhaseTasks], schedule: Schedule, target: Target) -> None:

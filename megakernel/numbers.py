@@ -145,6 +145,35 @@ def exp(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(_exp(x.astype(np.float64)), np.float64).astype(np.float32)
 
 
+_tanh: Any = np.frompyfunc(math.tanh, 1, 1)
+
+
+def tanh(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """In float64, rounded once."""
+    return np.asarray(_tanh(x.astype(np.float64)), np.float64).astype(np.float32)
+
+
+def sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """1 / (1 + e^-x) as half of 1 + tanh(x / 2), in float64, rounded once."""
+    half = np.asarray(_tanh(x.astype(np.float64) / 2), np.float64)
+    return ((1 + half) / 2).astype(np.float32)
+
+
+def lstm_cells(
+    gates: NDArray[np.float32],  # [..., units, 4] input, forget, cell, output
+    cells: NDArray[np.float32],  # [..., units]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """One step: outputs [..., units] in bfloat16, and the cells behind it."""
+    enter, forget, new, leave = (gates[..., gate] for gate in range(4))
+    after = sigmoid(forget) * cells + sigmoid(enter) * tanh(new)
+    return round_bf16(sigmoid(leave) * tanh(after)), after
+
+
+def joint_rows(frames: NDArray[np.float32], predicted: NDArray[np.float32]) -> NDArray[np.float32]:
+    """relu(frames + predicted) of bfloat16 rows [..., K], in bfloat16; what is no number stays none."""
+    return round_bf16(np.maximum(frames + predicted, np.float32(0)))
+
+
 def embed(token_row: NDArray[np.float32], position_row: NDArray[np.float32]) -> NDArray[np.float32]:
     """[..., width]: where the residual stream begins; rounded to bfloat16 it is the first linear's input."""
     return token_row + position_row

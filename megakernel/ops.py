@@ -8,6 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .errors import CompileError
+from .isa import GRANULE_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class Transducer:
+    """What a step over a slot's frames has beside the sizes of every step."""
+
+    n_frames: int  # of a slot, at most
+    blank: int  # the token that stands for none
+    durations: tuple[int, ...]  # frames to go on by; what the joint's outputs behind the tokens stand for
+    max_symbols: int  # tokens at one frame, after which the next frame is forced
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +34,12 @@ class Sizes:
     end_token: int
     mark_begin: int  # first marker; n_tokens if there are none
     max_slots: int = 8
+    transducer: Transducer | None = None
+
+    @staticmethod
+    def for_transducer(*, width: int, n_layers: int, n_tokens: int, max_slots: int, transducer: Transducer) -> "Sizes":
+        """A step over frames: it has no caches, no markers and no end token. ``n_layers`` of LSTM."""
+        return Sizes(width, 64, n_layers, 1, 1, n_tokens, n_tokens - 1, n_tokens, max_slots, transducer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +215,86 @@ class Select:
         return 1
 
 
-Op = Embed | LayerNorm | Linear | Gelu | Add | SelfAttention | CrossAttention | Head | Select
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The embedding of a slot's last token: → [slots, width]. An LSTM's input, nothing else's."""
+
+    token_table: str  # constant [n_tokens, width]
+
+    def width(self, known: Known) -> int:
+        """Elements of a row of the result."""
+        known.expect(self.token_table, known.sizes.n_tokens, known.sizes.width)
+        return known.sizes.width
+
+
+@dataclass(frozen=True, slots=True)
+class LstmStep:
+    """[slots, K] → [slots, N], one step of a layer whose outputs and cells are the slot's. Gates: i, f, g, o."""
+
+    x: str
+    layer: int
+    weight_input: str  # constant [4 · N, K]
+    weight_hidden: str  # constant [4 · N, N]
+    bias_input: str  # constant [4 · N]
+    bias_hidden: str  # constant [4 · N]
+
+    def width(self, known: Known) -> int:
+        """Elements of a row of the result."""
+        n = known.constants.get(self.weight_hidden, (0, 0))[1]
+        known.expect(self.weight_hidden, 4 * n, n)
+        known.expect(self.weight_input, 4 * n, known.width(self.x))
+        known.expect(self.bias_input, 4 * n)
+        known.expect(self.bias_hidden, 4 * n)
+        known.expect_layer(self.layer)
+        return n
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Frames [rows, K] of the slots plus their rows [slots, K] → ReLU → logits of tokens, then of durations."""
+
+    x: str
+    weight: str  # constant [n_tokens + durations, K]
+    bias: str  # constant [n_tokens + durations]
+
+    def width(self, known: Known) -> int:
+        """Logits of a row."""
+        if known.sizes.transducer is None:
+            raise known.broken("needs sizes of a transducer")
+        n = known.sizes.n_tokens + len(known.sizes.transducer.durations)
+        known.expect_width(self.x, known.sizes.width)
+        known.expect(self.weight, n, known.width(self.x))
+        known.expect(self.bias, n)
+        return n
+
+
+@dataclass(frozen=True, slots=True)
+class Transduce:
+    """How far each slot goes, and its next token, from the joint's result."""
+
+    head: str
+
+    def width(self, known: Known) -> int:
+        """One token a slot."""
+        known.width(self.head)
+        return 1
+
+
+Op = (
+    Embed
+    | LayerNorm
+    | Linear
+    | Gelu
+    | Add
+    | SelfAttention
+    | CrossAttention
+    | Head
+    | Select
+    | Lookup
+    | LstmStep
+    | Joint
+    | Transduce
+)
 
 # ---------------------------------------------------------------------- what they fuse to
 
@@ -256,4 +352,57 @@ class FusedHead:
     norm: Norm | None = None
 
 
-FusedOp = FusedLinear | FusedAttention | FusedHead
+@dataclass(frozen=True, slots=True)
+class FusedLstm:
+    """The LSTM phase: what comes in front of the cells but the recurrent product. Weight rows lie unit by unit.
+
+    With ``token_table`` the product of each token's embedding is a row of a table; nothing is multiplied.
+    """
+
+    name: str
+    x: str | None
+    layer: int
+    weight_input: str
+    biases: tuple[str, str]
+    n: int  # 4 · units
+    k: int
+    token_table: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRecurrence:
+    """The RECUR phase behind an LSTM: its outputs times the recurrent weight, kept for the next step."""
+
+    name: str
+    x: str
+    layer: int
+    weight: str
+    n: int  # 4 · units
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class FusedJoint:
+    """The JOINT phase, and TRANSDUCE behind it. The durations' rows have a granule of their own."""
+
+    name: str
+    x: str
+    weight: str
+    bias: str
+    n_tokens: int
+    n_durations: int
+    k: int
+
+    @property
+    def first_duration(self) -> int:
+        """Row of the padded weight at which the durations begin."""
+        return -(-self.n_tokens // GRANULE_ROWS) * GRANULE_ROWS
+
+    @property
+    def n(self) -> int:
+        """Rows of the padded weight."""
+        return self.first_duration + self.n_durations
+
+
+WeightOp = FusedLinear | FusedHead | FusedLstm | FusedRecurrence | FusedJoint
+FusedOp = WeightOp | FusedAttention

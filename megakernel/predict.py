@@ -41,7 +41,12 @@ class Prediction:
 def predict(
     program: Program, *, n_slots: int = 1, n_positions: int = 64, n_cross_positions: int | None = None
 ) -> Prediction:
-    """A step of one row for each of ``n_slots`` slots with so many positions; ``n_cross_positions`` None: all."""
+    """A step of one row for each of ``n_slots`` slots with so many positions; ``n_cross_positions`` None: all.
+
+    Of a transducer: a step with a token. Its weights stay at hand, so hops are all that counts.
+    """
+    if program.sizes.transducer is not None:
+        return _of_transducer(program, n_slots)
     n_cross = program.sizes.n_cross_positions if n_cross_positions is None else n_cross_positions
     visible = {Op.ATTEND_SELF: n_positions, Op.ATTEND_CROSS: n_cross}
     weights = weight_bytes(program)  # [n_phases, n_sms]
@@ -64,6 +69,22 @@ def predict(
         weight_bytes=int(weights.sum()),
         padding_bytes=padding_bytes(program),
         cache_bytes=int(caches.sum()),
+        balance=balance(weights.sum(axis=0)),
+    )
+
+
+def _of_transducer(program: Program, n_slots: int) -> Prediction:
+    weights = weight_bytes(program)
+    n_hops = int((program.phases[:, Phase.INPUT_EPOCH] > 0).sum() - (program.phases[:, Phase.OP] == Op.RECUR).sum())
+    return Prediction(
+        n_slots=n_slots,
+        n_positions=0,
+        step_us=n_hops * (HOP_US + BODY_US),
+        floor_us=0.0,
+        n_hops=n_hops,
+        weight_bytes=int(weights.sum()),
+        padding_bytes=padding_bytes(program),
+        cache_bytes=0,
         balance=balance(weights.sum(axis=0)),
     )
 

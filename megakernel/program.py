@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 from .errors import CompileError
 from .graph import Sizes
 from .isa import GRANULE_ROWS, N_WARPS, PROGRAM_VERSION, TILE_BYTES, TILE_K, Flag, Op, Phase, Task
-from .memory import N_REPLICAS, Buffers, Memory, WeightTiles
+from .memory import N_REPLICAS, Buffers, Memory, WeightTiles, kept_granules
 from .ops import FusedAttention, FusedOp
 from .schedule import Schedule, balance, granules_of_group
 from .target import Target
 from .tasks import PhaseTasks
 
 STAGE = "program"
-WEIGHT_OPS = (Op.LINEAR, Op.HEAD)
+WEIGHT_OPS = (Op.LINEAR, Op.HEAD, Op.LSTM, Op.RECUR, Op.JOINT)
+SILENT_OPS = (Op.SELECT, Op.TRANSDUCE, Op.RECUR)  # that publish nothing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,13 +43,15 @@ class Program:
     linear_aux_granules: int  # of these, the ones of LINEAR phases, which come first; on the SM that has most
     aux_in_shared: bool  # whether an SM has room for those; else they stay in global memory
     misc_bytes: int  # of shared memory for records, rows, statistics, the residual stream and what of aux fits
-    ring_tiles: int  # that each warp loads ahead
+    x_bytes: int  # of shared memory for rows of activations
+    ring_tiles: int  # that each warp loads ahead; a transducer's: that stay there
     exchange_words: int
     control_word: int  # where the control word lies in the exchange area
     epochs_per_step: int
     n_replicas: int
     n_score_heads: int
     residual_granules: int  # of the stream, on the SM that has most
+    kept_granules: int = 0  # of an LSTM's layer, on the SM that has most
     version: int = PROGRAM_VERSION
 
 
@@ -79,6 +82,7 @@ def encode(
         linear_aux_granules=memory.linear_aux_granules,
         aux_in_shared=memory.aux_in_shared,
         misc_bytes=memory.misc_bytes,
+        x_bytes=memory.x_bytes,
         ring_tiles=memory.ring_tiles,
         exchange_words=memory.exchange_words,
         control_word=memory.control_word,
@@ -86,6 +90,7 @@ def encode(
         n_replicas=N_REPLICAS,
         n_score_heads=sum(len(op.dumped_heads) for op in ops if isinstance(op, FusedAttention)),
         residual_granules=memory.residual_granules,
+        kept_granules=kept_granules(phases, schedule),
     )
     verify(program)
     return program
@@ -132,7 +137,7 @@ def _task_words(schedule: Schedule, memory: Memory) -> NDArray[np.uint32]:
 def verify(program: Program) -> None:
     """Raise CompileError unless the words fit each other: placed once, laid out once, waited for what is published."""
     _verify_shapes(program)
-    stream: NDArray[np.uint32] | None = None
+    kept: dict[tuple[int, int], NDArray[np.uint32]] = {}  # what rows stay with → their granules
     aux = np.zeros(program.target.n_sms, np.int64)
     n_tiles = np.zeros((program.target.n_sms, N_WARPS), np.int64)
     for index in range(len(program.phases)):
@@ -144,11 +149,12 @@ def verify(program: Program) -> None:
         _verify_tasks(program, index, aux)
         aux += tasks[:, Task.N_GRANULES]
         n_tiles += _tiles_of_warps(words, tasks)
-        if words[Phase.FLAGS] & Flag.RESIDUAL:
-            rows = tasks[:, : Task.N_GRANULES + 1]
-            if stream is not None and (rows != stream).any():
-                raise _broken(program, index, "a row of the residual stream stays on its SM")
-            stream = rows
+        is_cells = words[Phase.OP] in (Op.LSTM, Op.RECUR)
+        if words[Phase.FLAGS] & Flag.RESIDUAL or is_cells:
+            rows, owner = tasks[:, : Task.N_GRANULES + 1], (int(is_cells), int(words[Phase.LAYER]) * is_cells)
+            if (rows != kept.setdefault(owner, rows)).any():
+                name = "a layer's cells" if is_cells else "the residual stream"
+                raise _broken(program, index, f"a row of {name} stays on its SM")
     if (n_tiles != program.warp_tiles[:, :, 1]).any():
         raise CompileError(STAGE, program.name, "each warp's part of the tape is as long as its tasks")
     _verify_tape(program)
@@ -207,7 +213,9 @@ def _verify_epochs(program: Program) -> None:
     for index, words in enumerate(program.phases):
         if (int(words[Phase.INPUT]), int(words[Phase.INPUT_EPOCH])) not in published:
             raise _broken(program, index, "waits for what an earlier phase publishes")
-        if words[Phase.OP] == Op.SELECT:
+        if words[Phase.OP] in SILENT_OPS:
+            if words[Phase.EPOCH]:
+                raise _broken(program, index, "publishes nothing, so it has no epoch")
             continue
         epoch += 1
         if words[Phase.EPOCH] != epoch:
@@ -236,7 +244,7 @@ def weight_bytes(program: Program) -> NDArray[np.int64]:
 
 def padding_bytes(program: Program) -> int:
     """Bytes of the tape that hold rows past the last."""
-    weights = np.isin(program.phases[:, Phase.OP], WEIGHT_OPS)
+    weights = np.isin(program.phases[:, Phase.OP], WEIGHT_OPS) & (program.phases[:, Phase.K] > 0)
     k, n = program.phases[weights, Phase.K].astype(np.int64), program.phases[weights, Phase.N].astype(np.int64)
     return int((-n % GRANULE_ROWS * k * (TILE_BYTES // (GRANULE_ROWS * TILE_K))).sum())
 
@@ -254,7 +262,7 @@ def dump(program: Program) -> str:
         f"{padding_bytes(program)}",
         f"balance    bytes of an SM max/mean {balance(bytes_.sum(axis=0)):.4f}, "
         f"of a warp {balance(program.warp_tiles[:, :, 1].astype(np.int64)):.4f}",
-        f"ring       {program.ring_tiles} tiles a warp",
+        f"ring       {program.ring_tiles} tiles a warp{_resident(program)}",
         f"exchange   {program.exchange_words} words in {program.n_replicas} replicas, control at "
         f"{program.control_word}, {program.epochs_per_step} epochs a step",
         f"residual   {program.residual_granules} granules an SM at most",
@@ -266,6 +274,15 @@ def dump(program: Program) -> str:
     ]
     lines += [_describe(program, index) for index in range(len(program.phases))]
     return "\n".join(lines) + "\n"
+
+
+def _resident(program: Program) -> str:
+    if program.sizes.transducer is None:
+        return ""
+    n_tiles = int(program.warp_tiles[:, :, 1].max())
+    return f" of {n_tiles}, which stay in shared memory" + (
+        "" if n_tiles <= program.ring_tiles else "; the rest from L2"
+    )
 
 
 def _describe(program: Program, index: int) -> str:
@@ -285,7 +302,7 @@ def _work(program: Program, index: int) -> str:
         spread = ", ".join(f"{n} on {sm}" for n, sm in zip(counts.tolist(), sms.tolist(), strict=True))
         flags = " ".join(flag.name or "" for flag in Flag(int(words[Phase.FLAGS])))
         return f"{spread}; {words[Phase.K_WARPS]} warps each  {flags}"
-    if words[Phase.OP] == Op.SELECT:
+    if words[Phase.OP] in (Op.SELECT, Op.TRANSDUCE):
         return ""
     cut = f"{words[Phase.N_HEADS]} heads x {words[Phase.N_BLOCKS]} blocks of {words[Phase.BLOCK]}"
     return f"{cut}, layer {words[Phase.LAYER]}"

@@ -101,6 +101,50 @@ def decode_request(words: NDArray[np.uint32]) -> tuple[Request, int]:
     return request, head[isa.Request.TICKET]
 
 
+@dataclass(frozen=True, slots=True)
+class TransducerRequest:
+    """Frames to be decoded that lie in the slot's memory, as does the state to go on from unless it ``begins``."""
+
+    n_frames: int
+    first_frame: int = 0  # those before are passed over
+    begins: bool = False  # behind no text at all
+
+
+AnyRequest = Request | TransducerRequest
+
+
+def encode(request: AnyRequest, *, ticket: int, sizes: Sizes, n_rules: int) -> NDArray[np.uint32]:
+    """The words [REQUEST_WORDS] of either. Raises RequestError for what the program has no room for."""
+    if isinstance(request, TransducerRequest):
+        return encode_transducer_request(request, ticket=ticket, sizes=sizes)
+    return encode_request(request, ticket=ticket, sizes=sizes, n_rules=n_rules)
+
+
+def encode_transducer_request(request: TransducerRequest, *, ticket: int, sizes: Sizes) -> NDArray[np.uint32]:
+    """The words of ``request``: [REQUEST_WORDS].
+
+    Raises:
+        RequestError: if it has more frames than a slot holds.
+    """
+    if sizes.transducer is None:
+        raise RequestError("the program is no transducer's: it takes tokens, not frames")
+    _in_range("n_frames", request.n_frames, 0, sizes.transducer.n_frames)
+    _in_range("first_frame", request.first_frame, 0, request.n_frames)
+    words = np.zeros(isa.REQUEST_WORDS, np.uint32)
+    words[isa.FrameRequest.N_FRAMES] = request.n_frames
+    words[isa.FrameRequest.FIRST_FRAME] = request.first_frame
+    words[isa.FrameRequest.BEGINS] = request.begins
+    words[isa.FrameRequest.TICKET] = ticket
+    return words
+
+
+def decode_transducer_request(words: NDArray[np.uint32]) -> tuple[TransducerRequest, int]:
+    """The request whose words [REQUEST_WORDS] these are, and its ticket."""
+    head = {word: int(words[word]) for word in isa.FrameRequest}
+    n_frames, first_frame = head[isa.FrameRequest.N_FRAMES], head[isa.FrameRequest.FIRST_FRAME]
+    return TransducerRequest(n_frames, first_frame, bool(head[isa.FrameRequest.BEGINS])), head[isa.FrameRequest.TICKET]
+
+
 def _check(request: Request, sizes: Sizes, n_rules: int) -> None:
     n_forced = len(request.head) + len(request.prefix)
     n_tokens = n_forced + len(request.draft)

@@ -20,7 +20,7 @@ from .isa import CommandKind, Control, FaultKind, Op, Phase
 from .launcher import Event, Mode, Start
 from .mailbox import DoneRecord, Mailbox, Record, SlotRecord
 from .program import Program
-from .request import Request, encode_request
+from .request import AnyRequest, encode
 from .slots import OpenSlots
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class Runtime:
 
     # --- requests ---
 
-    def open(self, slot: int, request: Request, *, after: Event | None = None) -> int:
+    def open(self, slot: int, request: AnyRequest, *, after: Event | None = None) -> int:
         """Begin ``request`` in a free slot. Returns its ticket, which its records carry.
 
         ``after`` is recorded behind whatever writes the slot's cross cache. A kernel that is not resident has the GPU
@@ -174,7 +174,7 @@ class Runtime:
             RequestError: if the slot is not free or the request is out of range.
         """
         ticket = self._slots.next_ticket
-        words = encode_request(request, ticket=ticket, sizes=self._program.sizes, n_rules=self._n_rules)
+        words = encode(request, ticket=ticket, sizes=self._program.sizes, n_rules=self._n_rules)
         self._slots.open(slot, request)
         self._queue.append(_Command(CommandKind.OPEN, slot, ticket, words, after))
         self._give_commands()
@@ -379,6 +379,8 @@ class Runtime:
         if self.mode is not Mode.LOOP:
             raise FaultError(f"{self._program.name}: {fault}, one phase a launch")
         log.warning("%s: %s; %d slots begin again", self._program.name, fault, len(self._slots))
+        if self._n_faults_in_row >= N_FAULTS_TO_GRAPH and self._program.sizes.transducer is not None:
+            raise FaultError(f"{self._program.name}: {fault}, {N_FAULTS_TO_GRAPH} times in a row")
         if self._n_faults_in_row >= N_FAULTS_TO_GRAPH:
             self.mode = Mode.GRAPH
             log.warning("%s: %d faults in a row: on with one phase a launch", self._program.name, N_FAULTS_TO_GRAPH)
@@ -397,7 +399,7 @@ class Runtime:
                 self._launches.wait_for(command.after)
         self._queue.clear()
         for slot, state in self._slots.replays():
-            words = encode_request(state.request, ticket=state.ticket, sizes=self._program.sizes, n_rules=self._n_rules)
+            words = encode(state.request, ticket=state.ticket, sizes=self._program.sizes, n_rules=self._n_rules)
             self._queue.append(_Command(CommandKind.OPEN, slot, state.ticket, words))
             if state.is_cancelled:
                 self._queue.append(_Command(CommandKind.CANCEL, slot, state.ticket))

@@ -5,7 +5,7 @@ phases. Does not know addresses or what a phase computes.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,16 +32,15 @@ def assign_to_sms(phases: Sequence[PhaseTasks], target: Target) -> Schedule:
     """Every granule to one SM, in ranges that follow the SMs' order; a stream's rows stay on their SM throughout."""
     n_granules = np.zeros((len(phases), target.n_sms), np.int64)
     sm_bytes = [0] * target.n_sms
-    stream: NDArray[np.int64] | None = None  # [n_sms] granules of the residual stream
+    is_at_hand = phases[-1].op is Op.TRANSDUCE  # its tape does not stream, so bytes need no evening out
+    kept: dict[Hashable, NDArray[np.int64]] = {}  # what rows have to stay with → [n_sms] granules
     for index, phase in enumerate(phases):
         if phase.n_granules == 0:
             continue
-        if Flag.RESIDUAL not in phase.flags:
-            counts = _fill(phase, sm_bytes)
-        elif stream is None:
-            counts = stream = _fill(phase, sm_bytes)
-        else:
-            counts = stream
+        owner = owner_of(phase)
+        counts = _fill(phase, sm_bytes, is_at_hand=is_at_hand) if owner is None or owner not in kept else kept[owner]
+        if owner is not None:
+            kept[owner] = counts
         n_granules[index] = counts
         sm_bytes = [sum_ + int(count) * phase.granule_bytes for sum_, count in zip(sm_bytes, counts, strict=True)]
     first_granule = np.where(n_granules > 0, np.cumsum(n_granules, axis=1) - n_granules, 0)
@@ -50,24 +49,32 @@ def assign_to_sms(phases: Sequence[PhaseTasks], target: Target) -> Schedule:
     return schedule
 
 
-def _fill(phase: PhaseTasks, sm_bytes: Sequence[int]) -> NDArray[np.int64]:
+def owner_of(phase: PhaseTasks) -> Hashable | None:
+    """What a phase's rows stay on their SM with: the residual stream, or the cells of an LSTM's layer."""
+    if Flag.RESIDUAL in phase.flags:
+        return "stream"
+    return ("layer", phase.layer) if phase.op in (Op.LSTM, Op.RECUR) else None
+
+
+def _fill(phase: PhaseTasks, sm_bytes: Sequence[int], *, is_at_hand: bool) -> NDArray[np.int64]:
     """Granules of each SM: one at a time to the SM with the fewest bytes so far, none far above the mean."""
     n_sms = len(sm_bytes)
     mean = -(-phase.n_granules // n_sms)
     # A phase lasts as long as its slowest SM, so it evens out little of what lies before; the last one, all it can.
-    limit = mean + (max(1, mean // 8) if phase.op is Op.HEAD else 1)
+    limit = mean + (0 if is_at_hand else max(1, mean // 8) if phase.op is Op.HEAD else 1)
     # Every SM has a part of the head: the wait for all of these is what separates two steps.
-    at_least = 1 if phase.op is Op.HEAD else 0
+    at_least = 1 if phase.op in (Op.HEAD, Op.JOINT) else 0
     if phase.n_granules < at_least * n_sms:
         raise CompileError(STAGE, phase, f"the head's {phase.n_granules} granules give each of {n_sms} SMs one")
     counts = np.full(n_sms, at_least, np.int64)
-    queue = [(bytes_ + at_least * phase.granule_bytes, sm) for sm, bytes_ in enumerate(sm_bytes)]
+    granule_bytes = phase.granule_bytes or 1  # an LSTM with a table has none, and is shared out evenly too
+    queue = [(bytes_ + at_least * granule_bytes, sm) for sm, bytes_ in enumerate(sm_bytes)]
     heapq.heapify(queue)
     for _ in range(phase.n_granules - at_least * n_sms):
         bytes_, sm = queue[0]
         counts[sm] += 1
         if counts[sm] < limit:
-            heapq.heapreplace(queue, (bytes_ + phase.granule_bytes, sm))
+            heapq.heapreplace(queue, (bytes_ + granule_bytes, sm))
         else:
             heapq.heappop(queue)
     return counts
@@ -131,7 +138,7 @@ def balance(load: NDArray[np.int64]) -> float:
 
 def verify(schedule: Schedule, phases: Sequence[PhaseTasks]) -> None:
     """Raise CompileError unless every granule has one place and the stream's rows keep theirs."""
-    stream: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    kept: dict[Hashable, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
     for index, phase in enumerate(phases):
         first, n = schedule.first_granule[index], schedule.n_granules[index]
         ends = np.cumsum(n)
@@ -140,10 +147,11 @@ def verify(schedule: Schedule, phases: Sequence[PhaseTasks]) -> None:
         groups = phase.n_groups if phase.n_granules else 1
         if (schedule.first_group[index] < 0).any() or (schedule.first_group[index] >= groups).any():
             raise CompileError(STAGE, phase, f"the first group is one of {groups}")
-        if Flag.RESIDUAL in phase.flags:
-            if stream is not None and ((first != stream[0]).any() or (n != stream[1]).any()):
-                raise CompileError(STAGE, phase, "a row of the residual stream stays on its SM")
-            stream = first, n
+        owner = owner_of(phase)
+        if owner is not None:
+            before = kept.setdefault(owner, (first, n))
+            if (first != before[0]).any() or (n != before[1]).any():
+                raise CompileError(STAGE, phase, "a row of the residual stream, or of a layer's cells, stays on its SM")
 
 
 def dump(schedule: Schedule, phases: Sequence[PhaseTasks]) -> str:

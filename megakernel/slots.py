@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from .errors import FaultError, RequestError
 from .isa import REQUEST_TOKENS
-from .mailbox import DoneRecord, LeftRecord, Record, SegmentRecord, SlotRecord, TokenRecord
-from .request import Request
+from .mailbox import DoneRecord, EmissionRecord, LeftRecord, Record, SegmentRecord, SlotRecord, TokenRecord
+from .request import AnyRequest, Request
 
 _LARGEST_TICKET = 0xFFFFFFFF
 
@@ -20,11 +20,13 @@ class OpenSlot:
     """One request under way."""
 
     ticket: int
-    request: Request
+    request: AnyRequest
     is_cancelled: bool = False
     tokens: list[int] = field(default_factory=list)  # delivered
     n_segments: int = 0  # delivered
     n_segments_again: int = 0  # that came since the request last began
+    emissions: list[tuple[int, int]] = field(default_factory=list)  # token and frame of those delivered
+    n_emissions_again: int = 0  # that came since the request last began
 
 
 class OpenSlots:
@@ -43,7 +45,7 @@ class OpenSlots:
         """The one that the next request gets."""
         return self._last_ticket % _LARGEST_TICKET + 1
 
-    def open(self, slot: int, request: Request) -> int:
+    def open(self, slot: int, request: AnyRequest) -> int:
         """Take note of ``request``. Returns its ticket.
 
         Raises:
@@ -79,6 +81,8 @@ class OpenSlots:
                 return self._is_new_token(record)
             case SegmentRecord():
                 return self._is_new_segment(record)
+            case EmissionRecord():
+                return self._is_new_emission(record)
             case DoneRecord():
                 return self._is_new_end(record)
 
@@ -118,16 +122,32 @@ class OpenSlots:
         state.n_segments += 1
         return True
 
+    def _is_new_emission(self, record: EmissionRecord) -> bool:
+        state = self._of(record)
+        if state is None:
+            return False
+        index, said = state.n_emissions_again, (record.token, record.frame)
+        state.n_emissions_again += 1
+        if index == len(state.emissions):
+            state.emissions.append(said)
+            return True
+        if state.emissions[index] != said:
+            raise FaultError(
+                f"slot {record.slot}: token {index} and its frame were {state.emissions[index]} before a fault, and "
+                f"are {said} after it"
+            )
+        return False
+
     def replays(self) -> list[tuple[int, OpenSlot]]:
         """Slot and state of every open request, whose ``request`` now drafts what it has delivered."""
         for state in self._open.values():
-            state.n_segments_again = 0
-            state.request = replace(state.request, draft=_draft(state))
+            state.n_segments_again = state.n_emissions_again = 0
+            if isinstance(state.request, Request):
+                state.request = replace(state.request, draft=_draft(state, state.request))
         return sorted(self._open.items())
 
 
-def _draft(state: OpenSlot) -> tuple[int, ...]:
+def _draft(state: OpenSlot, request: Request) -> tuple[int, ...]:
     """What was delivered, then what is left of the first draft behind it; never more than a request holds."""
-    request = state.request
     draft = (*state.tokens, *request.draft[len(state.tokens) :])
     return draft[: REQUEST_TOKENS - len(request.head) - len(request.prefix)]

@@ -10,15 +10,27 @@ from typing import assert_never
 
 from .errors import CompileError
 from .graph import Sizes
-from .isa import GRANULE_ROWS, N_WARPS, TILE_BYTES, TILE_K, Flag, Op
+from .isa import GATES, GRANULE_ROWS, N_WARPS, TILE_BYTES, TILE_K, Flag, Op
 from .numbers import k_warps
-from .ops import FusedAttention, FusedHead, FusedLinear, FusedOp, Norm
+from .ops import (
+    FusedAttention,
+    FusedHead,
+    FusedJoint,
+    FusedLinear,
+    FusedLstm,
+    FusedOp,
+    FusedRecurrence,
+    Norm,
+)
 from .target import X_CHUNK_ELEMENTS
 
 HEAD_SIZE = 64
 K_STEP = 128  # K is a multiple of this: pieces of a norm's sums, and at least four warps share a granule
 N_STEP = 64  # N is a multiple of this
 MAX_SCORE_HEADS = 32  # heads of a layer whose scores can be kept: bits of a word
+MAX_JOINT_K = 1024  # elements of a row that JOINT puts together: a warp's eighth is 4 elements for each lane at most
+WITH_WEIGHT = (Op.LINEAR, Op.HEAD, Op.LSTM, Op.RECUR, Op.JOINT)  # whose output rows are placed as granules
+ENDS = (Op.SELECT, Op.TRANSDUCE)
 STAGE = "tasks"
 
 
@@ -44,7 +56,7 @@ class PhaseTasks:
     @property
     def n_granules(self) -> int:
         """How many pieces of the weight there are to place; 0 where there is no weight."""
-        return -(-self.n // GRANULE_ROWS) if self.op in (Op.LINEAR, Op.HEAD) else 0
+        return -(-self.n // GRANULE_ROWS) if self.op in WITH_WEIGHT else 0
 
     @property
     def granule_tiles(self) -> int:
@@ -74,6 +86,15 @@ def split_into_tasks(ops: Sequence[FusedOp], sizes: Sizes) -> tuple[PhaseTasks, 
                 phases += _attention(op, op_index)
             case FusedHead():
                 phases += _head(op, op_index)
+            case FusedLstm():
+                phases.append(_lstm(op, op_index))
+            case FusedRecurrence():
+                k_of = k_warps(op.k)
+                phases.append(
+                    PhaseTasks(op.name, Op.RECUR, op_index, op.x, k=op.k, n=op.n, k_warps=k_of, layer=op.layer)
+                )
+            case FusedJoint():
+                phases += _joint(op, op_index)
             case _:
                 assert_never(op)
     result = tuple(phases)
@@ -133,6 +154,17 @@ def _head(op: FusedHead, op_index: int) -> list[PhaseTasks]:
     return [head, PhaseTasks("select", Op.SELECT, op_index, op.name, n=op.n)]
 
 
+def _lstm(op: FusedLstm, op_index: int) -> PhaseTasks:
+    if op.token_table is not None:  # a row of a table: granules, but no tiles
+        return PhaseTasks(op.name, Op.LSTM, op_index, None, Flag.EMBED, n=op.n, k_warps=N_WARPS, layer=op.layer)
+    return PhaseTasks(op.name, Op.LSTM, op_index, op.x, k=op.k, n=op.n, k_warps=k_warps(op.k), layer=op.layer)
+
+
+def _joint(op: FusedJoint, op_index: int) -> list[PhaseTasks]:
+    joint = PhaseTasks(op.name, Op.JOINT, op_index, op.x, k=op.k, n=op.n, k_warps=k_warps(op.k))
+    return [joint, PhaseTasks("transduce", Op.TRANSDUCE, op_index, op.name, n=op.n)]
+
+
 # ---------------------------------------------------------------------- where units go, whatever is active
 
 
@@ -160,17 +192,35 @@ def verify(phases: Sequence[PhaseTasks], sizes: Sizes) -> None:
     for index, phase in enumerate(phases):
         if phase.name in widths:
             raise _broken(phase, "a value is made once")
-        if phase.reads is not None and widths.get(phase.reads) != phase.k and phase.op is not Op.SELECT:
+        if phase.reads is not None and widths.get(phase.reads) != phase.k and phase.op not in ENDS:
             raise _broken(phase, f"reads {phase.k} elements of {phase.reads!r}, which has {widths.get(phase.reads)}")
         if phase.op in (Op.LINEAR, Op.HEAD):
             _verify_weight(phase)
             _verify_stream(phase, sizes, is_first=index == 0)
-        elif phase.op is not Op.SELECT:
+        elif phase.op in (Op.LSTM, Op.RECUR, Op.JOINT):
+            _verify_transducer(phase, sizes, is_first=index == 0)
+        elif phase.op not in ENDS:
             _verify_attention(phase, sizes)
-        widths[phase.name] = phase.n
-    ends = [phase.op for phase in phases].count(Op.SELECT)
-    if ends != 1 or phases[-1].op is not Op.SELECT:
+        widths[phase.name] = output_elements(phase)
+    ends = [phase.op for phase in phases if phase.op in ENDS]
+    if len(ends) != 1 or phases[-1].op not in ENDS:
         raise CompileError(STAGE, [phase.name for phase in phases], "a step ends in its one head")
+
+
+def output_elements(phase: PhaseTasks) -> int:
+    """Elements of a row that a phase hands on: an LSTM's N are gates, four of each unit."""
+    return phase.n // GATES if phase.op is Op.LSTM else phase.n
+
+
+def _verify_transducer(phase: PhaseTasks, sizes: Sizes, *, is_first: bool) -> None:
+    if (Flag.EMBED in phase.flags) != (phase.op is Op.LSTM and is_first):
+        raise _broken(phase, "the LSTM behind the lookup is the first phase, and reads nothing else")
+    if Flag.EMBED not in phase.flags:
+        _verify_weight(phase)
+    if phase.op in (Op.LSTM, Op.RECUR) and (phase.n % (GATES * K_STEP) or not 0 <= phase.layer < sizes.n_layers):
+        raise _broken(phase, f"{phase.n} gates of layer {phase.layer}: of units in multiples of {K_STEP}")
+    if phase.op is Op.JOINT and (phase.k > MAX_JOINT_K or phase.k != sizes.width):
+        raise _broken(phase, f"rows of {phase.k} elements: of the width {sizes.width}, at most {MAX_JOINT_K}")
 
 
 def _verify_weight(phase: PhaseTasks) -> None:
@@ -208,7 +258,8 @@ def _verify_attention(phase: PhaseTasks, sizes: Sizes) -> None:
 
 def _verify_alike(ops: Sequence[FusedOp]) -> None:
     """What the kernel holds one number of."""
-    epsilons = {op.norm.epsilon for op in ops if not isinstance(op, FusedAttention) and op.norm is not None}
+    norms = [op.norm for op in ops if isinstance(op, FusedLinear | FusedHead)]
+    epsilons = {norm.epsilon for norm in norms if norm is not None}
     n_heads = {op.n_heads for op in ops if isinstance(op, FusedAttention)}
     for numbers, rule in ((epsilons, "all norms add the same epsilon"), (n_heads, "all attention has as many heads")):
         if len(numbers) > 1:
@@ -227,10 +278,10 @@ def dump(phases: Sequence[PhaseTasks]) -> str:
 def describe(phase: PhaseTasks) -> str:
     """One phase in words."""
     head = f"{phase.name:24} {phase.op.name:12} ← {phase.reads or 'embedding':24}"
-    if phase.op in (Op.LINEAR, Op.HEAD):
+    if phase.op in WITH_WEIGHT:
         flags = " ".join(flag.name or "" for flag in phase.flags)
         cut = f"{phase.n_granules} granules of {phase.granule_tiles} tiles, {phase.k_warps} warps x {phase.n_groups}"
         return f"{head} {phase.k} → {phase.n}: {cut}  {flags}".rstrip()
-    if phase.op is Op.SELECT:
+    if phase.op in ENDS:
         return f"{head} {phase.n} tokens"
     return f"{head} layer {phase.layer}: {phase.n_heads} heads, {phase.n_blocks} blocks of {phase.block}"

@@ -14,7 +14,10 @@
 #define SELF_BLOCK 64
 #define CROSS_BLOCK 256
 #define MAX_BLOCKS 7
+#define GATES 4
+#define GRANULE_UNITS 2
 #define PARTIAL_WORDS 12
+#define BEST_WORDS 2
 #define BLOCK_STATS_WORDS 2
 #define REQUEST_HEAD_WORDS 16
 #define REQUEST_TOKENS 496
@@ -22,6 +25,7 @@
 #define NO_WATCH 4294967295u
 #define COMMAND_WORDS 4
 #define COMMAND_SLOTS 64
+#define EXTRA_DURATIONS 256
 #define RECORD_WORDS 8
 #define RECORD_SLOTS 8192
 #define CONTROL_WORDS 16
@@ -35,6 +39,10 @@ enum Op : unsigned {
     OP_COMBINE = 3,
     OP_HEAD = 4,
     OP_SELECT = 5,
+    OP_LSTM = 6,
+    OP_RECUR = 7,
+    OP_JOINT = 8,
+    OP_TRANSDUCE = 9,
 };
 
 enum Flag : unsigned {
@@ -105,6 +113,13 @@ enum Request : unsigned {
     REQUEST_UNUSED = 15,
 };
 
+enum FrameRequest : unsigned {
+    FRAME_REQUEST_N_FRAMES = 0,
+    FRAME_REQUEST_FIRST_FRAME = 1,
+    FRAME_REQUEST_BEGINS = 2,
+    FRAME_REQUEST_TICKET = 13,
+};
+
 enum RequestFlag : unsigned {
     REQUEST_FLAG_MARKERS = 1,
 };
@@ -139,12 +154,14 @@ enum RecordKind : unsigned {
     RECORD_KIND_SEGMENT = 2,
     RECORD_KIND_DONE = 3,
     RECORD_KIND_LEFT = 4,
+    RECORD_KIND_EMISSION = 5,
 };
 
 enum EndReason : unsigned {
     END_REASON_END_TOKEN = 1,
     END_REASON_LIMIT = 2,
     END_REASON_CANCELLED = 3,
+    END_REASON_FRAMES = 4,
 };
 
 enum Parameter : unsigned {
@@ -177,6 +194,10 @@ enum Parameter : unsigned {
     PARAMETER_COMMANDS = 26,
     PARAMETER_RECORDS = 27,
     PARAMETER_RESIDUAL = 28,
+    PARAMETER_FRAMES = 29,
+    PARAMETER_TABLE = 30,
+    PARAMETER_STATE_IN = 31,
+    PARAMETER_STATE_OUT = 32,
 };
 
 enum Control : unsigned {
@@ -210,4 +231,4 @@ enum FaultKind : unsigned {
 
 #define PHASE_WORDS 16
 #define TASK_WORDS 4
-#define PARAMETER_WORDS 29
+#define PARAMETER_WORDS 33

@@ -121,6 +121,10 @@ __device__ __forceinline__ u64 clock_ns() {
 
 // ---------------------------------------------------------------------- shared memory
 
+#ifdef TRANSDUCER
+#include "transducer_layout.cuh"
+#else
+
 struct Row {  // one (slot, position) of this step
     u32 slot, position, token;
     u32 bitmap;      // which bitmap of suppressed tokens
@@ -216,3 +220,4 @@ struct Machine {
     }
     __device__ __forceinline__ u32 field(Phase word) const { return misc().phases[phase][word]; }
 };
+#endif

@@ -1,0 +1,216 @@
+// TRANSDUCE: every SM finds the best token of each frame from the same words and scans them, so every SM knows what comes
+// next without another exchange: blanks carry a slot over frames by their durations, the first other token stops it and
+// is fed to the predictor. Lane s of warp 0 follows slot s. `transduce.py` says the same.
+#pragma once
+
+#include "joint.cuh"
+
+#define DOOR_STEPS 16  // a look at the host takes as long as a hop, so it is taken in some steps only
+#define SM_LANES ((N_SMS + 31) / 32)
+
+// Best tokens of a warp's rows into shared memory.
+template <int P>
+__device__ __forceinline__ void pick_rows(const Machine m) {
+    const u32 n_rows = m.misc().state.n_rows, epoch = m.epoch + At<P>::EPOCH, n = n_rows > 0 ? n_rows : 1;
+#pragma unroll 1
+    for (u32 row = m.warp(); row < n; row += N_WARPS) {
+        u32 mask = 0;
+#pragma unroll
+        for (u32 i = 0; i < SM_LANES; i++)
+            if (m.lane() + 32 * i < N_SMS) mask |= 1u << i;
+        Pair pairs[SM_LANES];
+        take_pairs<SM_LANES>(
+            m, mask, pairs, [&](u32 i) { return best_words<P>(m, m.parity(), row, m.lane() + 32 * i); },
+            [&](u32) { return epoch; });
+        Best best;
+#pragma unroll
+        for (u32 i = 0; i < SM_LANES; i++)
+            if (mask >> i & 1) best.offer(__uint_as_float(pairs[i].first), pairs[i].second);
+        best = over_warp(best);
+        if (n_rows == 0 || m.lane() != 0) continue;
+        m.misc().picks[row] = {best.logit, best.token, take(m, sum_word<P>(m, m.parity(), row, N_SMS), epoch)};
+    }
+}
+
+// What the step's picks do to one slot.
+__device__ __forceinline__ void accept(const Machine m, FrameSlot& slot, u32 index) {
+    const bool only_resumed = slot.resumes && slot.feed == FEED_TOKEN;
+    slot.resumes = 0;
+    if (only_resumed) return;
+    Told& told = m.misc().told[index];
+    const u32 begin = slot.frame;
+    slot.feed = FEED_NOTHING;
+    slot.is_new = 0;
+    while (slot.frame - begin < slot.n_rows) {
+        const u32 row = slot.first_row + slot.frame - begin;
+        const FramePick pick = m.misc().picks[row];
+        if (!is_finite(pick.logit)) {
+            raise(m, FAULT_KIND_NOT_FINITE);
+            return;
+        }
+        const u32 duration = DURATION(pick.duration), at_least_one = duration > 1 ? duration : 1;
+        if (pick.token == BLANK) {
+            slot.frame += at_least_one;
+            slot.n_symbols = 0;
+            continue;
+        }
+        told.emits = 1;
+        told.ticket = slot.ticket;
+        told.row = row;
+        told.token = pick.token;
+        told.logit = pick.logit;
+        told.extra = slot.frame * EXTRA_DURATIONS + duration;
+        const u32 ahead = ++slot.n_symbols == MAX_SYMBOLS ? at_least_one : duration;
+        if (ahead != 0) slot.n_symbols = 0;
+        slot.frame += ahead;
+        slot.feed = FEED_TOKEN;
+        slot.token = pick.token;
+        return;
+    }
+    if (slot.frame < slot.n_frames) return;
+    slot.active = 0;
+    told.done = END_REASON_FRAMES;
+    told.done_ticket = slot.ticket;
+    told.n_past = slot.frame - slot.n_frames;
+}
+
+__device__ __forceinline__ void open_frames(const Machine m, u32 index) {
+    const u32* request = m.at<const u32>(PARAMETER_REQUESTS) + index * REQUEST_WORDS;
+    FrameSlot slot = {};
+    slot.active = 1;
+    slot.ticket = load_gpu(request + FRAME_REQUEST_TICKET);
+    slot.n_frames = load_gpu(request + FRAME_REQUEST_N_FRAMES);
+    slot.frame = load_gpu(request + FRAME_REQUEST_FIRST_FRAME);
+    slot.is_new = load_gpu(request + FRAME_REQUEST_BEGINS) != 0;
+    slot.feed = slot.is_new ? FEED_TOKEN : FEED_STATE;
+    slot.token = BLANK;
+    m.misc().state.slots[index] = slot;
+}
+
+// Commands up to the control word's count, one after the other, by one thread.
+__device__ __noinline__ void obey(const Machine m, u32 count) {
+    State& state = m.misc().state;
+    const u32* commands = m.at<const u32>(PARAMETER_REQUESTS) + MAX_SLOTS * REQUEST_WORDS;
+    __threadfence();
+    while ((state.n_commands & 0xffffffu) != count) {
+        const u32* command = commands + state.n_commands % COMMAND_SLOTS * COMMAND_WORDS;
+        const u32 kind = load_gpu(command + COMMAND_KIND), index = load_gpu(command + COMMAND_SLOT);
+        const u32 ticket = load_gpu(command + COMMAND_TICKET);
+        state.n_commands++;
+        if (kind == COMMAND_KIND_YIELD || kind == COMMAND_KIND_STOP) {
+            state.leave = kind == COMMAND_KIND_YIELD ? LEAVE_REASON_YIELD : LEAVE_REASON_STOP;
+            if (kind == COMMAND_KIND_STOP)
+                for (u32 s = 0; s < MAX_SLOTS; s++) state.slots[s].active = 0;
+        } else if (index >= N_SLOTS || (kind != COMMAND_KIND_OPEN && kind != COMMAND_KIND_CANCEL) ||
+                   (kind == COMMAND_KIND_OPEN && state.slots[index].active)) {
+            raise(m, FAULT_KIND_BAD_COMMAND);
+            return;
+        } else if (kind == COMMAND_KIND_OPEN) {
+            open_frames(m, index);
+        } else if (state.slots[index].active && state.slots[index].ticket == ticket) {  // else it ended meanwhile
+            const FrameSlot& slot = state.slots[index];
+            m.misc().told[index].done = END_REASON_CANCELLED;
+            m.misc().told[index].done_ticket = ticket;
+            m.misc().told[index].n_past = slot.frame > slot.n_frames ? slot.frame - slot.n_frames : 0;
+            state.slots[index].active = 0;
+        }
+    }
+}
+
+// The next step's rows, and for whom the predictor steps. Lane s follows slot s, of which ``slot`` is its copy.
+__device__ __forceinline__ void make_rows(const Machine m, FrameSlot& slot) {
+    State& state = m.misc().state;
+    const bool is_active = m.lane() < MAX_SLOTS && slot.active;
+    const bool has_rows = is_active && slot.frame < slot.n_frames && !(slot.resumes && slot.feed == FEED_TOKEN);
+    const u32 with_rows = __ballot_sync(0xffffffffu, has_rows), n_with = __popc(with_rows);
+    const u32 share = n_with > 0 ? TARGET_ROWS / n_with : 0;
+    slot.n_rows = has_rows ? min(share, slot.n_frames - slot.frame) : 0;
+    u32 end = slot.n_rows;  // of the slots up to this one
+#pragma unroll
+    for (u32 by = 1; by < MAX_SLOTS; by *= 2) {
+        const u32 before = __shfl_up_sync(0xffffffffu, end, by);
+        if (m.lane() >= by) end += before;
+    }
+    slot.first_row = end - slot.n_rows;
+    for (u32 i = 0; i < slot.n_rows; i++) state.rows[slot.first_row + i] = make_uint2(m.lane(), slot.frame + i);
+    if (m.lane() < MAX_SLOTS) state.slots[m.lane()] = slot;
+    const u32 stepping = __ballot_sync(0xffffffffu, is_active && (slot.resumes || slot.feed != FEED_NOTHING));
+    const u32 active = __ballot_sync(0xffffffffu, is_active);
+    if (m.lane() == MAX_SLOTS - 1) {
+        state.n_rows = end;
+        state.stepping = stepping;
+        state.n_active = __popc(active);
+    }
+}
+
+// The slots as they go on in another launch: what SMs had at hand is lost. Warp 0.
+__device__ __noinline__ void begin_rows(const Machine m) {
+    FrameSlot slot = m.misc().state.slots[m.lane() % MAX_SLOTS];
+    slot.resumes = slot.feed != FEED_STATE && !slot.is_new;
+    make_rows(m, slot);
+}
+
+// What the picks and the control word make of the slots, and the next rows. Warp 0.
+template <int P>
+__device__ __forceinline__ void decide(const Machine m, u32 control) {
+    State& state = m.misc().state;
+    FrameSlot slot = state.slots[m.lane() % MAX_SLOTS];
+    if (m.lane() >= MAX_SLOTS) slot.active = slot.n_rows = 0;
+    if (slot.active) {
+        if (state.stepping >> m.lane() & 1) slot.predicted = m.epoch + At<P>::INPUT_EPOCH;
+        accept(m, slot, m.lane());
+    }
+    if ((control & 0xffffffu) != (state.n_commands & 0xffffffu)) {
+        if (m.lane() < MAX_SLOTS) state.slots[m.lane()] = slot;
+        __syncwarp();
+        if (m.lane() == 0) obey(m, control & 0xffffffu);
+        __syncwarp();
+        slot = state.slots[m.lane() % MAX_SLOTS];
+    }
+    __syncwarp();
+    if (m.lane() == 0) {
+        if (control >> 24) state.leave = control >> 24;
+        state.n_steps++;
+    }
+    make_rows(m, slot);
+}
+
+// Records of the step before, by one warp of the last SM. Nobody writes over what it reads before the step after this.
+template <int P>
+__device__ __noinline__ void tell(const Machine m) {
+    const u32 epoch = m.epoch + At<P>::EPOCH - EPOCHS_PER_STEP, parity = (m.misc().state.n_steps - 1) & 1;
+#pragma unroll 1
+    for (u32 index = 0; index < MAX_SLOTS; index++) {
+        const Told told = m.misc().told[index];
+        if (told.emits) {
+            LogSum sum;
+            for (u32 sm = m.lane(); sm < N_SMS; sm += 32)
+                sum.add(__uint_as_float(take(m, sum_word<P>(m, parity, told.row, sm), epoch)));
+            const float all = over_warp(sum);
+            if (m.lane() == 0 && !m.misc().dead)
+                emit(m, RECORD_KIND_EMISSION, index, told.ticket, told.token, __float_as_uint(told.logit - all), told.extra);
+        }
+        if (told.done && m.lane() == 0 && !m.misc().dead)
+            emit(m, RECORD_KIND_DONE, index, told.done_ticket, told.done, 0, told.n_past);
+        __syncwarp();
+        if (m.lane() == 0) m.misc().told[index].emits = m.misc().told[index].done = 0;
+    }
+    if (m.lane() == 0 && m.misc().state.n_steps % DOOR_STEPS == 0 && m.misc().state.n_active != 0) look_at_door(m);
+    __syncwarp();
+}
+
+// ``P`` is JOINT.
+template <int P>
+__device__ __forceinline__ void transduce(const Machine m) {
+    u32 control = 0;
+    pick_rows<P>(m);
+    if (m.warp() == 0) {
+        const u64* word = words(m) + CONTROL_WORD + m.parity();
+        const u32 epoch = m.epoch + At<P>::EPOCH;
+        control = m.misc().state.n_active != 0 ? take(m, word, epoch) : take_some_day(m, word, epoch);
+    }
+    __syncthreads();
+    if (m.warp() == 0 && !m.misc().dead) decide<P>(m, control);
+    __syncthreads();
+    if (m.sm() == CONTROL_SM && m.misc().door != m.misc().state.n_fetched) fetch(m);
+}
