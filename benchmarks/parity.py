@@ -22,12 +22,14 @@ from torch import Tensor
 
 from benchmarks.clips import Clip, known_clips
 from benchmarks.report import heading
+from models.backends import Backends
+from models.devices import TORCH_CPU
 from models.store import find_model
 from models.timeline import Timeline
 from models.tokenizer import WhisperTokenizer
-from models.whisper.backend import Audio, Backend, Backends, Writing
+from models.whisper.backend import Audio, Backend, Writing
 from models.whisper.decode import Request, RuleBook, mask_logits, max_sampled_tokens
-from models.whisper.loading import TORCH_CPU, offers, read_model
+from models.whisper.loading import offers, read_model
 from models.whisper.reference import DecoderCache, Whisper
 from models.whisper.torch_backend import TorchBackend
 from models.whisper.vocabulary import rule_book

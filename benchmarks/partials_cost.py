@@ -19,12 +19,14 @@ import torch
 
 from benchmarks.clips import Clip, known_clips
 from benchmarks.report import heading
+from models.backends import Backends
+from models.devices import TORCH_CPU
 from models.store import find_model
 from models.timeline import Timeline
 from models.tokenizer import WhisperTokenizer
-from models.whisper.backend import Backend, Backends, Writing
+from models.whisper.backend import Backend, Writing
 from models.whisper.decode import Request, RuleBook, max_sampled_tokens
-from models.whisper.loading import TORCH_CPU, offers, read_model
+from models.whisper.loading import offers, read_model
 from models.whisper.vocabulary import rule_book
 from models.whisper.window import WINDOW_SAMPLES
 from vad.audio import samples_from_ms
@@ -91,7 +93,7 @@ HEADER = (
 )
 
 
-def open_backends(name: str, *, on_cpu: bool) -> tuple[Backends, RuleBook]:
+def open_backends(name: str, *, on_cpu: bool) -> tuple[Backends[Backend], RuleBook]:
     """The fastest backend of this machine, or the CPU's."""
     files = find_model(name, fetch_missing=True)
     model = read_model(files)

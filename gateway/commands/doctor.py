@@ -104,8 +104,8 @@ def gpu() -> Iterator[Finding]:
     """Whether there is a CUDA device, what is missing to use it, and what Whisper would compute with."""
     import torch
 
-    from models.whisper.backend import explain
-    from models.whisper.loading import reasons
+    from models.backends import explain
+    from models.devices import reasons
 
     known = reasons()
     backend = next(name for name, reason in known.items() if reason is None)

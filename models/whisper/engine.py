@@ -17,10 +17,11 @@ from streaming.engine import Chunk, DecodeOptions, EngineStream, ModelCard, Stre
 from streaming.transcript import Hypothesis, Quality, Word
 from vad.audio import SpeechSpan, samples_from_ms
 
+from ..backends import BackendError, Backends
 from ..store import ModelFiles
 from ..timeline import Timeline
 from ..tokenizer import WhisperTokenizer, group_words
-from .backend import Audio, BackendError, Backends, Writing
+from .backend import Audio, Backend, Writing
 from .config import WhisperConfig
 from .decode import (
     MAX_PROMPT_TOKENS,
@@ -98,7 +99,9 @@ class TranscribedSegment:
 class WhisperEngine:
     """Shared weights of one Whisper checkpoint. Fulfils ``streaming.engine.SpeechEngine``."""
 
-    def __init__(self, backends: Backends, config: WhisperConfig, tokenizer: WhisperTokenizer, *, name: str) -> None:
+    def __init__(
+        self, backends: Backends[Backend], config: WhisperConfig, tokenizer: WhisperTokenizer, *, name: str
+    ) -> None:
         """``backends`` compute the checkpoint that ``config`` and ``tokenizer`` describe."""
         self._backends = backends
         self._config = config

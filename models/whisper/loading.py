@@ -4,28 +4,27 @@ Knows which backend needs what. Does not know what an engine does with them.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megakernel.compile import compile_program
-from megakernel.cubin import compiler_version
 from megakernel.device import find_device, target_for
-from megakernel.errors import CompileError, DeviceError
+from megakernel.errors import CompileError
 from megakernel.launcher import Launcher, Mode
 from megakernel.runtime import Runtime
 from megakernel.selftest import ensure_right
 
+from ..backends import BackendError, Backends, NoDeviceForBackendError, Offer, device_errors
+from ..devices import MEGAKERNEL, TORCH_CPU, TORCH_CUDA, why_no_answer, why_no_cuda, why_no_megakernel
 from ..store import ModelFiles, read_config
 from ..timeline import Timeline
 from ..tokenizer import WhisperTokenizer
 from ..weights import read_weights
 from ..wheels import cache_folder
-from .backend import Backend, BackendError, Backends, NoDeviceForBackendError, Offer, device_errors
+from .backend import Backend
 from .config import WhisperConfig
 from .cpu import pack
 from .decode import RuleBook
@@ -38,14 +37,12 @@ from .vocabulary import rule_book
 
 log = logging.getLogger(__name__)
 
-MEGAKERNEL, TORCH_CUDA, TORCH_CPU = "megakernel", "torch-cuda", "torch-cpu"
 CUBINS = "cubins"  # folder of compiled kernels in the cache
-MIN_CAPABILITY = (8, 0)  # of a CUDA device: bfloat16 in its tensor cores
 
 
 def load(
     files: ModelFiles, timeline: Timeline, *, name: str, n_threads: int | None
-) -> tuple[Backends, WhisperConfig, WhisperTokenizer]:
+) -> tuple[Backends[Backend], WhisperConfig, WhisperTokenizer]:
     """Read a checkpoint and open the fastest backend that works. What the time went into is logged.
 
     Raises:
@@ -83,7 +80,7 @@ def read_model(files: ModelFiles) -> Whisper:
     return model
 
 
-def offers(take_model: Callable[[], Whisper], rules: RuleBook, timeline: Timeline) -> list[Offer]:
+def offers(take_model: Callable[[], Whisper], rules: RuleBook, timeline: Timeline) -> list[Offer[Backend]]:
     """The backends, fastest first. ``take_model`` gives the network, on the CPU, for the taker to keep."""
 
     def open_torch_cuda() -> Backend:
@@ -165,48 +162,3 @@ def _loading_errors() -> Iterator[None]:
             yield
     except (CompileError, ImportError) as error:
         raise BackendError(f"{type(error).__name__}: {error}") from error
-
-
-def why_no_megakernel() -> str | None:
-    """What keeps the megakernel from running here, ``None`` if nothing is known to; nothing is loaded to find out."""
-    if reason := why_no_cuda():
-        return reason
-    try:
-        find_device()
-        compiler_version()
-    except DeviceError as error:
-        return str(error)
-    return None
-
-
-def why_no_answer() -> str | None:
-    """Whether a kernel that went astray still has the device, which then would answer nobody."""
-    with device_errors():
-        torch.zeros(1, device="cuda")
-        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it out
-        done.record()
-        deadline_s = time.monotonic() + _ANSWER_WITHIN_S
-        while not done.query():
-            if time.monotonic() > deadline_s:
-                return f"the device has not answered for {_ANSWER_WITHIN_S:.0f} s"
-            time.sleep(_POLL_S)
-    return None
-
-
-_ANSWER_WITHIN_S = 5.0
-_POLL_S = 0.001
-
-
-def reasons() -> dict[str, str | None]:
-    """Every backend, fastest first, and what keeps it from running here, if anything does."""
-    return {MEGAKERNEL: why_no_megakernel(), TORCH_CUDA: why_no_cuda(), TORCH_CPU: None}
-
-
-def why_no_cuda() -> str | None:
-    """What keeps torch from a CUDA device that is good enough, ``None`` if nothing does."""
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    if capability < MIN_CAPABILITY:
-        return f"{torch.cuda.get_device_name()} is sm_{capability[0]}{capability[1]}, and sm_80 or newer is needed"
-    return None

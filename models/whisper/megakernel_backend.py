@@ -21,7 +21,8 @@ from megakernel.isa import EndReason
 from megakernel.mailbox import DoneRecord, Record, TokenRecord
 from megakernel.request import Request as SlotRequest
 
-from .backend import Audio, BackendError, LanguageGuess, Writing, device_errors
+from ..backends import BackendError, device_errors
+from .backend import Audio, LanguageGuess, Writing
 from .config import SpecialTokens, WhisperConfig
 from .decode import Decoded, Request, RuleBook, Rules
 from .graph import rule_bitmaps, slot_request

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..backends import device_errors
 from ..mel import log_mel
-from .backend import Audio, LanguageGuess, Writing, device_errors
+from .backend import Audio, LanguageGuess, Writing
 from .decode import Decoded, RuleBook, decode, language_probabilities
 from .reference import DecoderCache, SilentTail, Whisper
 from .window import (

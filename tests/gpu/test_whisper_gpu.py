@@ -17,6 +17,7 @@ from benchmarks.parity import Comparison, References, listing, windows
 from benchmarks.turbo import HEAD, TURBO, endless_book, random_model
 from megakernel.device import find_device
 from megakernel.errors import NoDeviceError
+from models.devices import MEGAKERNEL
 from models.errors import ModelUnavailableError
 from models.store import find_model
 from models.timeline import Timeline
@@ -24,7 +25,7 @@ from models.tokenizer import WhisperTokenizer
 from models.whisper.backend import Writing
 from models.whisper.decode import Decoded, Request, max_sampled_tokens
 from models.whisper.engine import WhisperEngine
-from models.whisper.loading import MEGAKERNEL, on_device, open_megakernel, read_model
+from models.whisper.loading import on_device, open_megakernel, read_model
 from models.whisper.megakernel_backend import SlotAudio
 from models.whisper.reference import DecoderCache, Whisper
 from models.whisper.vocabulary import rule_book

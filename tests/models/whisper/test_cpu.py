@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from models.packed import Bfloat16Linear, Int8Linear
 from models.whisper.config import WhisperConfig
-from models.whisper.cpu import Bfloat16Linear, Int8Linear, pack
+from models.whisper.cpu import pack
 from models.whisper.reference import Whisper
 
 

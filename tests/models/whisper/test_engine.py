@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from models.backends import BackendError, Backends, Offer
 from models.store import RECORDINGS, find_model, recording
-from models.whisper.backend import BackendError, Backends, Offer, Writing
+from models.whisper.backend import Writing
 from models.whisper.decode import Decoded
 from models.whisper.engine import WhisperEngine, WhisperStream
 from models.whisper.torch_backend import TorchBackend

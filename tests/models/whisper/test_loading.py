@@ -6,9 +6,10 @@ import logging
 import pytest
 
 from megakernel.errors import CompileError, OutOfDeviceMemoryError, SelfTestError
+from models import devices
+from models.backends import Backends
 from models.timeline import Timeline
 from models.whisper import loading
-from models.whisper.backend import Backends
 from models.whisper.decode import RuleBook
 from models.whisper.reference import Whisper
 from models.whisper.torch_backend import TorchBackend
@@ -54,7 +55,7 @@ def test_whatever_keeps_the_megakernel_from_loading_is_told_and_the_cpu_serves(
     gpu.setattr(loading, "on_device", fails)
     with caplog.at_level(logging.WARNING):
         backends = Backends(loading.offers(take_model, rules, Timeline()), model="small")
-    assert backends.name == loading.TORCH_CPU
+    assert backends.name == devices.TORCH_CPU
     assert isinstance(backends.current, TorchBackend)
     first_line = str(error).partition("\n")[0]
     assert first_line in backends.why and "has not answered" in backends.why
@@ -73,5 +74,5 @@ def test_a_machine_without_a_gpu_is_warned_of_nothing(
 
 
 def test_reasons_name_every_backend_and_the_cpu_has_none_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "why_no_cuda", lambda: "too old")
-    assert loading.reasons() == {"megakernel": "too old", "torch-cuda": "too old", "torch-cpu": None}
+    monkeypatch.setattr(devices, "why_no_cuda", lambda: "too old")
+    assert devices.reasons() == {"megakernel": "too old", "torch-cuda": "too old", "torch-cpu": None}

@@ -21,9 +21,10 @@ from megakernel.mailbox import DoneRecord, Record, decode_record
 from megakernel.ops import Sizes
 from megakernel.request import Request, encode_request
 from megakernel.select import Row, Slot, Slots, accept, record_words, rows_of_step
+from models.backends import Backends, Offer
 from models.store import find_model, recording
 from models.tokenizer import WhisperTokenizer
-from models.whisper.backend import Backends, Offer, Writing
+from models.whisper.backend import Backend, Writing
 from models.whisper.decode import Request as WhisperRequest
 from models.whisper.decode import RuleBook
 from models.whisper.engine import WhisperEngine, WhisperStream
@@ -156,7 +157,7 @@ def backend_on(
     return MegakernelBackend(runtime, scores, listener, model.config, rules, stream=None)
 
 
-def engine(model: Whisper, tokenizer: WhisperTokenizer, *offers: Offer) -> WhisperEngine:
+def engine(model: Whisper, tokenizer: WhisperTokenizer, *offers: Offer[Backend]) -> WhisperEngine:
     return WhisperEngine(Backends(offers, model="small"), model.config, tokenizer, name="small")
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from models.whisper.backend import Backend, BackendError, Backends, NoDeviceForBackendError, Offer, device_errors
+from models.backends import BackendError, Backends, NoDeviceForBackendError, Offer, device_errors
+from models.whisper.backend import Backend
 
 
 class Idle:
