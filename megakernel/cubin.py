@@ -48,7 +48,7 @@ def program_header(program: Program) -> str:
         "N_PHASES": n_phases,
         "TARGET_ROWS": target.max_rows,
         "RING_TILES": program.ring_tiles,
-        "X_BYTES": target.x_bytes,
+        "X_BYTES": program.x_bytes,
         "SUMS_BYTES": SUMS_BYTES,
         "MISC_BYTES": program.misc_bytes,
         "WIDTH": sizes.width,

@@ -23,10 +23,11 @@ from .device import Device, Launch, begin_capture, call, is_done, launch, opt_in
 from .errors import NoDeviceError, OutOfDeviceMemoryError, RequestError, WrongProgramError
 from .isa import Parameter
 from .mailbox import ADDRESSES, MAILBOX_BYTES, OFFSETS, Mailbox
-from .ops import Embed, FusedLinear
+from .ops import Embed, FusedLinear, FusedLstm
 from .program import Program
 from .target import SUMS_BYTES
-from .upload import Constants, Packed, as_tensor, constant, upload_weights
+from .transducer_header import KERNEL as TRANSDUCER_KERNEL
+from .upload import Constants, Packed, as_tensor, constant, upload_table, upload_weights
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class Buffers:
     state: torch.Tensor
     control: torch.Tensor
     residual: torch.Tensor  # between the phases of graph mode
+    transducer: "TransducerBuffers | None" = None
 
     def addresses(self) -> dict[Parameter, int]:
         """Parameter → address."""
@@ -94,7 +96,22 @@ class Buffers:
             Parameter.CONTROL: self.control,
             Parameter.RESIDUAL: self.residual,
         }
+        if self.transducer is not None:
+            own |= {
+                Parameter.FRAMES: self.transducer.frames,
+                Parameter.STATE_IN: self.transducer.state_in,
+                Parameter.STATE_OUT: self.transducer.state_out,
+            }
         return {parameter: tensor.data_ptr() for parameter, tensor in (self.program | own).items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransducerBuffers:
+    """What a transducer's slots read, which is the callers' to fill, and what they leave."""
+
+    frames: torch.Tensor  # [slot, n_frames, width] bfloat16
+    state_in: torch.Tensor  # [slot, layer, 2, units] float32: outputs and cells
+    state_out: torch.Tensor  # the same; whole once the kernel has left
 
 
 class Launcher:
@@ -109,10 +126,12 @@ class Launcher:
         self._context = call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", device.index))
         self._enter()
         self._module = call("cuModuleLoadData", np.frombuffer(cubin.code, np.uint8).ctypes.data)
-        self._loop, self._phase = (call("cuModuleGetFunction", self._module, name.encode()) for name in KERNELS)
+        names = KERNELS if program.sizes.transducer is None else (TRANSDUCER_KERNEL,)  # which has no graph mode
+        self._loop, *phase = (call("cuModuleGetFunction", self._module, name.encode()) for name in names)
+        self._phase = phase[0] if phase else None
         self._shared_bytes = dynamic_shared_bytes(program)
-        opt_in(self._loop, self._shared_bytes)
-        opt_in(self._phase, self._shared_bytes)
+        for kernel in (self._loop, *phase):
+            opt_in(kernel, self._shared_bytes)
         low, high = call("cuCtxGetStreamPriorityRange")
         self._stream = call("cuStreamCreateWithPriority", _NON_BLOCKING, high)
         self._left = call("cuEventCreate", _NO_TIMING)
@@ -172,7 +191,7 @@ class Launcher:
     def start(self, start: Start) -> None:
         """Launch behind everything that ``wait_for`` and ``clear`` put on the stream. Ends by itself: ``has_left``."""
         self._enter()
-        for parameter, value in _words(start).items():
+        for parameter, value in launch_words(start).items():
             self._parameters[parameter] = value
         before, after = (self._mailbox_address + OFFSETS[name] for name in ("control_before", "control_after"))
         if start.mode is Mode.LOOP:
@@ -258,7 +277,7 @@ class Launcher:
 def dynamic_shared_bytes(program: Program) -> int:
     """Shared memory that a launch asks for."""
     ring_bytes = program.ring_tiles * isa.N_WARPS * isa.TILE_BYTES
-    return ring_bytes + program.target.x_bytes + SUMS_BYTES + program.misc_bytes
+    return ring_bytes + program.x_bytes + SUMS_BYTES + program.misc_bytes
 
 
 def _check_target(program: Program, device: Device) -> None:
@@ -282,37 +301,59 @@ def _buffers(
     sizes, target = program.sizes, program.target
     cache = (sizes.max_slots, sizes.n_layers, 2, sizes.width // sizes.head_size)
     n_request_words = isa.MAX_SLOTS * isa.REQUEST_WORDS + isa.COMMAND_SLOTS * isa.COMMAND_WORDS
-    tokens, positions = _embedding(program, constants)
+    n_positions, n_cross_positions = sizes.n_positions, sizes.n_cross_positions
+    transducer = _transducer_buffers(program, on)
+    if transducer is None:
+        inputs = _embedding(program, constants, on)
+    else:
+        n_positions = n_cross_positions = 0
+        first = program.ops[0]
+        assert isinstance(first, FusedLstm), "a transducer begins with the LSTM behind its lookup"
+        inputs = {Parameter.TABLE: upload_table(first, constants, on)}
     return Buffers(
         program={
+            **inputs,
             Parameter.TAPE: packed.tape,
             Parameter.AUX: packed.aux,
             Parameter.WARP_TILES: as_tensor(program.warp_tiles, on),
             Parameter.PHASES: as_tensor(program.phases, on),
             Parameter.TASKS: as_tensor(program.tasks, on),
-            Parameter.TOKEN_TABLE: tokens.to(on, torch.bfloat16).contiguous(),
-            Parameter.POSITION_TABLE: positions.to(on, torch.float32).contiguous(),
             Parameter.BITMAPS: as_tensor(bitmaps, on),
         },
-        self_cache=torch.zeros((*cache, sizes.n_positions, sizes.head_size), dtype=torch.bfloat16, device=on),
-        cross_cache=torch.zeros((*cache, sizes.n_cross_positions, sizes.head_size), dtype=torch.bfloat16, device=on),
-        scores=torch.zeros(
-            (sizes.max_slots, program.n_score_heads, sizes.n_positions, sizes.n_cross_positions), device=on
-        ),
+        self_cache=torch.zeros((*cache, n_positions, sizes.head_size), dtype=torch.bfloat16, device=on),
+        cross_cache=torch.zeros((*cache, n_cross_positions, sizes.head_size), dtype=torch.bfloat16, device=on),
+        scores=torch.zeros((sizes.max_slots, program.n_score_heads, n_positions, n_cross_positions), device=on),
         exchange=torch.zeros(program.exchange_words, dtype=torch.int64, device=on),
         requests=torch.zeros(n_request_words, dtype=torch.int32, device=on),
         state=torch.zeros(isa.STATE_WORDS, dtype=torch.int32, device=on),
         control=torch.zeros(isa.CONTROL_WORDS, dtype=torch.int32, device=on),
         residual=torch.zeros((target.n_sms, isa.MAX_ROWS, program.residual_granules * isa.GRANULE_ROWS), device=on),
+        transducer=transducer,
     )
 
 
-def _embedding(program: Program, constants: Constants) -> tuple[torch.Tensor, torch.Tensor]:
+def _transducer_buffers(program: Program, on: torch.device) -> TransducerBuffers | None:
+    sizes, transducer = program.sizes, program.sizes.transducer
+    if transducer is None:
+        return None
+    state = (sizes.max_slots, sizes.n_layers, 2, sizes.width)
+    return TransducerBuffers(
+        frames=torch.zeros((sizes.max_slots, transducer.n_frames, sizes.width), dtype=torch.bfloat16, device=on),
+        state_in=torch.zeros(state, device=on),
+        state_out=torch.zeros(state, device=on),
+    )
+
+
+def _embedding(program: Program, constants: Constants, on: torch.device) -> dict[Parameter, torch.Tensor]:
     embeds = [op.embed for op in program.ops if isinstance(op, FusedLinear) and op.embed]
     embed: Embed = embeds[0]
     sizes = program.sizes
     tokens = constant(constants, embed.token_table, sizes.n_tokens, sizes.width)
-    return tokens, constant(constants, embed.position_table, sizes.n_positions, sizes.width)
+    positions = constant(constants, embed.position_table, sizes.n_positions, sizes.width)
+    return {
+        Parameter.TOKEN_TABLE: tokens.to(on, torch.bfloat16).contiguous(),
+        Parameter.POSITION_TABLE: positions.to(on, torch.float32).contiguous(),
+    }
 
 
 @contextmanager
@@ -323,7 +364,8 @@ def _timed(took: dict[str, float], name: str, on: torch.device) -> Iterator[None
     took[name] = time.monotonic() - started
 
 
-def _words(start: Start) -> dict[Parameter, int]:
+def launch_words(start: Start) -> dict[Parameter, int]:
+    """The parameters that differ from launch to launch."""
     return {
         Parameter.EPOCH: start.epoch,
         Parameter.COMMANDS: start.n_commands,

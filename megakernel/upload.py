@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from .errors import CompileError
-from .isa import GRANULE_ROWS, TILE_K
-from .ops import FusedHead, FusedLinear
+from .fuse import has_weight
+from .isa import GATES, GRANULE_ROWS, TILE_K
+from .ops import FusedHead, FusedJoint, FusedLinear, FusedLstm, FusedRecurrence, WeightOp
 from .pack import TILE_ELEMENTS, granule_places, tape_positions
 from .program import Program
 
@@ -51,7 +52,7 @@ def upload_weights(program: Program, constants: Constants, device: torch.device)
     aux = torch.zeros((program.target.n_sms, program.aux_granules, GRANULE_ROWS, 2), device=device)
     for part in program.weights:
         op = program.ops[program.op_of_phase[part.phase]]
-        assert isinstance(op, FusedLinear | FusedHead), f"phase {part.phase} reads a weight and is none of a linear"
+        assert has_weight(op), f"phase {part.phase} reads a weight and is none of a linear"
         to = positions[part.first_tile : part.first_tile + part.n_tiles].to(device)
         rows_aux = torch.zeros((part.n_tiles * TILE_K // op.k * GRANULE_ROWS, 2), device=device)
         for rows in _folded_rows(op, constants, device):
@@ -76,15 +77,53 @@ def constant(constants: Constants, name: str, *shape: int) -> torch.Tensor:
     return found
 
 
-def _folded_rows(op: FusedLinear | FusedHead, constants: Constants, device: torch.device) -> Iterator[_Rows]:
+def upload_table(op: FusedLstm, constants: Constants, device: torch.device) -> torch.Tensor:
+    """As ``fuse.fold_table``, in torch: [n_tokens, units, GATES] float32 on ``device``."""
+    assert op.token_table is not None, "the LSTM behind the lookup has a table"
+    weight = by_unit(constant(constants, op.weight_input, op.n, op.k)).to(device, torch.float64)
+    bias = sum(by_unit(constant(constants, name, op.n)).double() for name in op.biases)
+    assert isinstance(bias, torch.Tensor), "two tensors added"
+    tokens = constants[op.token_table]
+    table = torch.empty((len(tokens), op.n // GATES, GATES), device=device)
+    n_rows = max(_CHUNK_ELEMENTS // op.n, 1)
+    for first in range(0, len(tokens), n_rows):
+        rows = tokens[first : first + n_rows].to(device, torch.float64) @ weight.T + bias.to(device)
+        table[first : first + n_rows] = rows.float().view(-1, op.n // GATES, GATES)
+    return table
+
+
+def by_unit(rows: torch.Tensor) -> torch.Tensor:
+    """As ``fuse.by_unit``, in torch."""
+    return rows.reshape(GATES, -1, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+def _given(op: WeightOp, constants: Constants) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight [n, k] and bias [n] of ``op``, in the order of the program's rows."""
+    match op:
+        case FusedLstm():
+            first, second = (constant(constants, name, op.n).double() for name in op.biases)
+            return by_unit(constant(constants, op.weight_input, op.n, op.k)), by_unit(first + second)
+        case FusedRecurrence():
+            return by_unit(constant(constants, op.weight, op.n, op.k)), None
+        case FusedJoint():
+            given, padding = op.n_tokens + op.n_durations, op.first_duration - op.n_tokens
+            weight, bias = constant(constants, op.weight, given, op.k), constant(constants, op.bias, given)
+            tokens = torch.nn.functional.pad(weight[: op.n_tokens], (0, 0, 0, padding))
+            of_tokens = torch.nn.functional.pad(bias[: op.n_tokens], (0, padding))
+            return torch.cat([tokens, weight[op.n_tokens :]]), torch.cat([of_tokens, bias[op.n_tokens :]])
+        case FusedLinear() if op.bias is not None:
+            return constant(constants, op.weight, op.n, op.k), constant(constants, op.bias, op.n)
+        case _:
+            return constant(constants, op.weight, op.n, op.k), None
+
+
+def _folded_rows(op: WeightOp, constants: Constants, device: torch.device) -> Iterator[_Rows]:
     """The weight of ``op``, whole granules at a time."""
-    weight = constant(constants, op.weight, op.n, op.k)
-    bias = torch.zeros(op.n, dtype=torch.float64)
-    if isinstance(op, FusedLinear) and op.bias is not None:
-        bias = constant(constants, op.bias, op.n).double()
+    weight, given = _given(op, constants)
+    bias = torch.zeros(op.n, dtype=torch.float64) if given is None else given.double()
     bias = bias.to(device)
     gamma = beta = None
-    if op.norm:
+    if isinstance(op, FusedLinear | FusedHead) and op.norm:
         gamma = constant(constants, op.norm.gamma, op.k).to(device, torch.float32)
         beta = constant(constants, op.norm.beta, op.k).to(device, torch.float64)
     n_rows = max(_CHUNK_ELEMENTS // op.k // GRANULE_ROWS, 1) * GRANULE_ROWS
