@@ -96,7 +96,8 @@ def _native_live(samples: Samples) -> Iterator[Timed]:
 
 
 def _native_turns(samples: Samples) -> Iterator[Timed]:
-    hangover_ms, sentence_ms = deepgram_turns.Thresholds().pauses_ms(is_punctuated=True)
+    pauses = deepgram_turns.Thresholds().pauses_ms(is_punctuated=True, has_turn_model=False)
+    hangover_ms, sentence_ms, _ = pauses
     [_, *rest] = _native_live(samples)
     yield 0.0, _hello(hangover_ms=hangover_ms, sentence_hangover_ms=sentence_ms)
     yield from rest

@@ -42,6 +42,7 @@ from streaming.transducer import chunking_of
 from vad.audio import samples_from_ms
 from vad.detector import SpeechDetector
 from vad.silero import SileroDetector
+from vad.turn import TurnDetector
 
 WEBSOCKET_DOORS: Mapping[str, DoorKind] = {
     "/v1/stream": native,
@@ -79,10 +80,12 @@ def build_app(
     detector: SpeechDetector | None = None,
     keys: Keys | None = None,
     twilio_auth_token: str = "",
+    turn_detector: TurnDetector | None = None,
 ) -> Starlette:
     """The ASGI app that serves ``engines`` (name → engine, the default first) to who shows one of ``keys``, if any.
 
-    With ``twilio_auth_token`` Twilio's media streams must be signed with it.
+    With ``twilio_auth_token`` Twilio's media streams must be signed with it. ``turn_detector`` judges the pauses of who
+    asks for it.
 
     Raises:
         ConfigError: if a model lacks a capability that ``config`` requires, or can't take its chunks.
@@ -91,7 +94,9 @@ def build_app(
     _check_chunks(config, engines)
     detector = detector or SileroDetector()
     models = {name: ServedModel(engine.card, engine) for name, engine in engines.items()}
-    server = Server(models, Worker(engines, detector), detector, config, keys, twilio_auth_token)
+    turn_model = None if turn_detector is None else turn_detector.name
+    worker = Worker(engines, detector, turn_detector)
+    server = Server(models, worker, detector, config, keys, twilio_auth_token, turn_model)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -169,7 +174,8 @@ def _about(server: Server) -> list[BaseRoute]:
             {"model": name, "backend": served.engine.backend, "why": served.engine.why}
             for name, served in server.models.items()
         ]
-        return JSONResponse({"status": "ok", "sessions": server.n_sessions, "engines": running})
+        about = {"engines": running, "turn_model": server.turn_model}
+        return JSONResponse({"status": "ok", "sessions": server.n_sessions, **about})
 
     async def live(_: Request) -> JSONResponse:
         is_stuck = server.is_stuck()
@@ -230,9 +236,15 @@ class UvicornServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(config: Config, engines: Mapping[str, SpeechEngine], keys: Keys, twilio_auth_token: str = "") -> None:
+def run(
+    config: Config,
+    engines: Mapping[str, SpeechEngine],
+    keys: Keys,
+    twilio_auth_token: str = "",
+    turn_detector: TurnDetector | None = None,
+) -> None:
     """Serve until interrupted."""
-    app = build_app(config, engines, keys=keys, twilio_auth_token=twilio_auth_token)
+    app = build_app(config, engines, keys=keys, twilio_auth_token=twilio_auth_token, turn_detector=turn_detector)
     UvicornServer(uvicorn_config(config, app)).run()
 
 

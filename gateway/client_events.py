@@ -78,6 +78,7 @@ class Ready:
     models: tuple[Model, ...]
     limits: Limits
     chunking: Chunking | None = None  # of a model that decodes in chunks
+    turn_model: str | None = None  # what turn_hangover_ms goes by
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,8 @@ class Hello:
     prefer: tuple[str, ...] = ()
     hangover_ms: int | None = None  # 100..10000
     sentence_hangover_ms: int | None = None  # 100..10000; of what reads as a finished sentence
+    turn_hangover_ms: int | None = None  # 100..10000; where the server's model of turns takes the speaker to be done
+    turn_threshold: float | None = None  # 0.05..1; its probability from which that is so
     speech_threshold: float | None = None  # 0.05..0.95
     pre_roll_ms: int | None = None  # 300..2000
     partial_interval_ms: int | None = None  # 100..10000
@@ -94,6 +96,8 @@ class Settings:
     context: str | Unchanged = Unchanged.UNCHANGED
     hangover_ms: int | Unchanged = Unchanged.UNCHANGED
     sentence_hangover_ms: int | None | Unchanged = Unchanged.UNCHANGED
+    turn_hangover_ms: int | None | Unchanged = Unchanged.UNCHANGED
+    turn_threshold: float | Unchanged = Unchanged.UNCHANGED
     speech_threshold: float | Unchanged = Unchanged.UNCHANGED
     pre_roll_ms: int | Unchanged = Unchanged.UNCHANGED
     partial_interval_ms: int | Unchanged = Unchanged.UNCHANGED

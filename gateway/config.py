@@ -98,6 +98,14 @@ class SessionConfig:
             _check_range("chunk_ms", self.chunk_ms, MIN_CHUNK_MS, MAX_CHUNK_MS, " ms, or 0")
 
 
+class TurnModel(StrEnum):
+    """What judges whether a speaker who pauses is done, for clients that ask."""
+
+    AUTO = "auto"  # the model, or, where it can't be had, punctuation and silence
+    SMART_TURN = "smart-turn"
+    NONE = "none"  # punctuation and silence
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """One deployment."""
@@ -105,6 +113,7 @@ class Config:
     models: tuple[str, ...] = ("whisper-tiny.en",)  # what is served; the first is the default of `hello`
     required_capabilities: tuple[Capability, ...] = ()  # the start fails if a model lacks one
     model_aliases: tuple[str, ...] = ()  # NAME=MODEL: a name that clients of other services send, and what it means
+    turn_model: TurnModel = TurnModel.AUTO  # auto, smart-turn, none
     n_threads: int = 0  # 0..1024; CPU threads that encode (decoding has one); 0: as many as this process may use
     server: ServerConfig = field(default_factory=ServerConfig)
     session: SessionConfig = field(default_factory=SessionConfig)

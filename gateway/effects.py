@@ -37,13 +37,22 @@ class CloseStream:
 class UtteranceOver:
     """The oldest utterance still in work is over: its finals have been sent, or it had none.
 
-    Said once for each ``speech_started``, in order, for protocols that answer each turn, words or not.
+    Said once for each ``speech_started``, in order, for protocols that answer each turn, words or not. Where a model of
+    turns judged the pause that it ended in, with the ``turn_probability`` that the speaker was done.
     """
+
+    turn_probability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SentencePaused:
-    """The speaker pauses behind words that read as a finished sentence: the utterance may well be over soon."""
+    """The speaker pauses, and may well be done: the words read as a finished sentence, and have been sent.
+
+    Of a session that asked a model of turns its ``probability`` that the speaker is done, however low and however the
+    words read.
+    """
+
+    probability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ Encoding: TypeAlias = str  # the accepted ones are ingest's to list: its error s
 HangoverMs = Annotated[int, Meta(ge=100, le=10_000)]
 PartialIntervalMs = Annotated[int, Meta(ge=100, le=10_000)]
 ChunkMs = Annotated[int, Meta(ge=MIN_CHUNK_MS, le=MAX_CHUNK_MS)]
+TurnThreshold = Annotated[float, Meta(ge=0.05, le=1.0)]
 SpeechThreshold = Annotated[float, Meta(ge=0.05, le=0.95)]
 PreRollMs = Annotated[int, Meta(ge=300, le=2_000)]
 Id = Annotated[str, Meta(max_length=64)]
@@ -27,6 +28,7 @@ Context = Annotated[str, Meta(max_length=4_000)]
 
 DEFAULT_HANGOVER_MS = 400
 DEFAULT_PARTIAL_INTERVAL_MS = 500
+DEFAULT_TURN_THRESHOLD = 0.5
 
 
 # ---------------------------------------------------------------- from the client
@@ -61,6 +63,8 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     prefer: tuple[str, ...] | UnsetType = UNSET
     hangover_ms: HangoverMs | UnsetType = UNSET
     sentence_hangover_ms: HangoverMs | None | UnsetType = UNSET
+    turn_hangover_ms: HangoverMs | None | UnsetType = UNSET
+    turn_threshold: TurnThreshold | UnsetType = UNSET
     speech_threshold: SpeechThreshold | UnsetType = UNSET
     pre_roll_ms: PreRollMs | UnsetType = UNSET
     partial_interval_ms: PartialIntervalMs | UnsetType = UNSET
@@ -98,6 +102,8 @@ class Update(Struct, frozen=True, forbid_unknown_fields=True, tag="update"):
     context: Context | UnsetType = UNSET
     hangover_ms: HangoverMs | UnsetType = UNSET
     sentence_hangover_ms: HangoverMs | None | UnsetType = UNSET
+    turn_hangover_ms: HangoverMs | None | UnsetType = UNSET
+    turn_threshold: TurnThreshold | UnsetType = UNSET
     speech_threshold: SpeechThreshold | UnsetType = UNSET
     pre_roll_ms: PreRollMs | UnsetType = UNSET
     partial_interval_ms: PartialIntervalMs | UnsetType = UNSET
@@ -195,6 +201,7 @@ class Ready(Struct, frozen=True, tag="ready"):
     models: tuple[ModelItem, ...]
     limits: Limits
     chunking: ChunkingItem | None = None
+    turn_model: str | None = None
 
 
 class Ack(Struct, frozen=True, tag="ack"):

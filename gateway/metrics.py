@@ -40,6 +40,9 @@ class Metrics:
         self.decode_seconds = Histogram(
             "senseway_decode_seconds", "Time of one batch in the engine", registry=self._registry
         )
+        self.turn_seconds = Histogram(
+            "senseway_turn_seconds", "Time of one pause in the model of turns", registry=self._registry
+        )
         self.loop_lag_seconds = Histogram(
             "senseway_loop_lag_seconds",
             "How late the event loop comes to a timer",

@@ -66,6 +66,7 @@ BURST_S = 4  # of messages at the highest rate that one client may send at once
 CALL_LOG_TYPES = ("call_started", "final", "dtmf", "call_ended")
 STUCK_S = 120.0  # no decode takes so long
 LAG_INTERVAL_S = 0.25
+JUDGE_WITHIN_S = 0.5  # how long a pause may wait for the model of turns
 
 
 class PeerGoneError(Exception):
@@ -225,14 +226,17 @@ class Server:
         config: Config,
         keys: Keys | None = None,
         twilio_auth_token: str = "",
+        turn_model: str | None = None,
     ) -> None:
         self.models = models
+        self.turn_model = turn_model
         self.house = House(
             cards={name: served.card for name, served in models.items()},
             gate=config.vad,
             session=config.session,
             is_strict=config.server.strict_options,
             twilio_auth_token=twilio_auth_token,
+            has_turn_model=turn_model is not None,
             aliases=dict(alias.split("=", 1) for alias in config.model_aliases),
         )
         self.keys = keys or Keys()
@@ -246,6 +250,7 @@ class Server:
         self._seats: dict[str, Seat] = {}
         self._decode_due = asyncio.Event()
         self._score_due = asyncio.Event()
+        self._judge_due = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
         self._is_stopping = False
@@ -308,6 +313,7 @@ class Server:
         self._spawn(self._measure_lag())
         self._spawn(self._decode_forever())
         self._spawn(self._score_forever())
+        self._spawn(self._judge_forever())
 
     async def dismiss(self) -> None:
         """Tell every client that the server stops, and wait a moment until they are told. Nobody is let in any more."""
@@ -597,6 +603,7 @@ class Server:
             config=self._config.session,
             gate=self._config.vad,
             now_s=self._now_s(),
+            turn_model=self.turn_model,
         )
         seat = self._seats[session.session_id] = connection.seats[track] = Seat(session, connection, track)
         connection.has_opened = True
@@ -699,6 +706,8 @@ class Server:
         else:
             seat.has_room.clear()
         self._score_due.set()
+        if session.wants_judgement:
+            self._judge_due.set()
         if session.decode_priority is None:
             seat.waiting_since_s = None
         else:
@@ -823,6 +832,40 @@ class Server:
             return
         for (seat, _), (probabilities, state) in zip(due, results, strict=True):
             self._feed(seat, partial(seat.session.scored, probabilities, state))
+
+    async def _judge_forever(self) -> None:
+        """Judge the pauses of all sessions that ask for it, one after another, the first that came first.
+
+        Who waits too long goes on without: the silence that a judgement would have saved is over by then.
+        """
+        waiting: deque[tuple[Seat, NDArray[np.float32], float]] = deque()
+        while True:
+            for seat in list(self._seats.values()):
+                if (samples := self._take_pause(seat)) is not None:
+                    waiting.append((seat, samples, self._now_s()))
+            if waiting:
+                await self._judge(*waiting.popleft())
+            else:
+                await self._judge_due.wait()
+                self._judge_due.clear()
+
+    def _take_pause(self, seat: Seat) -> NDArray[np.float32] | None:
+        try:
+            return seat.session.pause_to_judge()
+        except Exception:  # noqa: BLE001  # as in _feed: this session ends, the loop goes on for the others
+            self._fail_seat(seat)
+            return None
+
+    async def _judge(self, seat: Seat, samples: NDArray[np.float32], since_s: float) -> None:
+        probability = None
+        began_s = self._now_s()
+        if began_s - since_s <= JUDGE_WITHIN_S:
+            try:
+                probability = await self._worker.judge(samples)
+            except Exception:
+                log.exception("the model of turns failed on a pause")
+            self.metrics.turn_seconds.observe(self._now_s() - began_s)
+        self._feed(seat, partial(seat.session.judged, probability))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

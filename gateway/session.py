@@ -23,6 +23,7 @@ from gateway.effects import Close, CloseStream, Effect, OpenStream, Resume, Send
 from gateway.errors import ERRORS, ClientError
 from gateway.ingest import AudioFormat, Ingest, suspect, suspect_pace
 from gateway.messages import (
+    DEFAULT_TURN_THRESHOLD,
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Ack,
@@ -68,10 +69,11 @@ from streaming.transducer import Chunking, TransducerUtterance, chunking_of
 from streaming.utterance import DecodeRequest, Purpose, Utterance
 from streaming.window import RollingAudio
 from vad import gate as vad_gate
-from vad.audio import SAMPLES_PER_MS, AudioFrame, samples_from_ms, seconds
+from vad.audio import SAMPLES_PER_MS, AudioFrame, SpeechSpan, samples_from_ms, seconds
 from vad.detector import DetectorState
 from vad.framer import WINDOW_SAMPLES, Framer, padded
 from vad.gate import Gate, GateSettings
+from vad.turn import MAX_TURN_SAMPLES
 
 HELLO_TIMEOUT_S = 10.0
 STALL_S = 1.0  # no audio for so long, beyond what the last packet held, ends the speech in progress
@@ -131,6 +133,8 @@ class StreamSettings:
     gate: GateSettings
     partial_interval_ms: int
     sentence_hangover_ms: int | None = None  # silence that ends an utterance which reads complete; None: as any other
+    turn_hangover_ms: int | None = None  # and one whose speaker a model of turns takes to be done; None: it isn't asked
+    turn_threshold: float = DEFAULT_TURN_THRESHOLD  # the model's probability from which the speaker is
     chunk_ms: int | None = None  # None: what the model recommends
     second_pass: bool = False
     chunking: Chunking | None = None  # what follows from these for a model that decodes in chunks; None: for another
@@ -171,6 +175,10 @@ class Transcribing(Protocol):
         """See ``Utterance``."""
 
     @property
+    def is_pause_decoded(self) -> bool:
+        """See ``Utterance``."""
+
+    @property
     def reads_complete(self) -> bool:
         """See ``Utterance``."""
 
@@ -206,8 +214,9 @@ class _Spoken:
     utterance: Transcribing
     stream_id: int
     start_sample: int
-    sentence_hangover_ms: int | None
+    settings: StreamSettings
     ended_at_s: float | None = None
+    turn_probability: float | None = None  # that the speaker is done, at this pause
 
 
 class Session:
@@ -222,8 +231,12 @@ class Session:
         config: SessionConfig,
         gate: GateSettings,
         now_s: float,
+        turn_model: str | None = None,
     ) -> None:
-        """``models``: the default first. ``config`` and ``gate`` hold where a hello says nothing else."""
+        """``models``: the default first. ``config`` and ``gate`` hold where a hello says nothing else.
+
+        ``turn_model`` is the name of the model that ``pause_to_judge`` is for, if there is one.
+        """
         self.session_id = session_id
         self.state = State.GREETING
         self._models = models
@@ -249,6 +262,11 @@ class Session:
         self._framer = Framer()
         self._timeline: deque[AudioFrame | _Barrier] = deque()  # windows to score, and what stands between them
         self._n_scoring = 0
+        self._scores: deque[float] = deque()  # of the first windows of the timeline, while a pause is judged
+        self._turn_model = turn_model
+        self._judging: _Spoken | None = None  # whose pause is to be judged, or at it
+        self._pause_sample = 0  # where that was known
+        self._is_pause_out = False  # handed out
         self._detector_state = detector_state
         self._gate = Gate(gate)
         self._acked_samples = 0
@@ -389,7 +407,7 @@ class Session:
 
     def windows_to_score(self) -> tuple[DetectorState, NDArray[np.float32]] | None:
         """The windows due [n, WINDOW_SAMPLES] and the state to score them from; answer with ``scored``."""
-        if self._n_scoring:
+        if self._n_scoring or self._judging is not None:
             return None
         run = itertools.takewhile(
             lambda item: isinstance(item, AudioFrame), itertools.islice(self._timeline, MAX_WINDOWS_A_SCORE)
@@ -405,17 +423,63 @@ class Session:
         assert len(probabilities) == self._n_scoring, "as many probabilities as windows"
         self._detector_state = state
         self._n_scoring = 0
+        self._scores.extend(probabilities.tolist())
+        return self._follow_scores(now_s)
+
+    def _follow_scores(self, now_s: float) -> list[Effect]:
+        """Let the gate hear what was scored, up to a pause that is judged first: so what ends there is no matter of
+        when the judgement comes.
+        """
         effects: list[Effect] = []
-        for probability in probabilities:
+        while self._scores and self._judging is None:
             window = self._timeline.popleft()
             assert isinstance(window, AudioFrame)
-            effects += self._gated(self._gate.push(window.start_sample, float(probability)), EndReason.SILENCE, now_s)
+            events = self._gate.push(window.start_sample, self._scores.popleft())
+            effects += self._gated(events, EndReason.SILENCE, now_s)
             if self._gate.is_speech:
                 # Never more of the silence behind the voice than the span will have: so the final says the same
                 # whether or not a decode happened to come by during the hangover.
                 self._spoken[-1].utterance.heard(self._gate.keep_from_sample)
         self._forget_audio(now_s)
         return [*effects, *self._pass_barriers(now_s), *self._acknowledge()]
+
+    # ------------------------------------------------------------------ work for the model of turns
+
+    @property
+    def wants_judgement(self) -> bool:
+        """Whether ``pause_to_judge`` has something."""
+        return self._judging is not None and not self._is_pause_out
+
+    def pause_to_judge(self) -> NDArray[np.float32] | None:
+        """The end of a turn [n] up to a pause, to be judged by a ``TurnDetector``; answer with ``judged``."""
+        if self._judging is None or self._is_pause_out:
+            return None
+        self._is_pause_out = True
+        start_sample = max(self._judging.start_sample, self._pause_sample - MAX_TURN_SAMPLES)
+        return self._audio.samples(SpeechSpan(start_sample, self._pause_sample))
+
+    def judged(self, probability: float | None, now_s: float) -> list[Effect]:
+        """How likely the speaker is done; ``None`` if that can't be said, or not in time."""
+        spoken, self._judging = self._judging, None
+        self._is_pause_out = False
+        assert spoken is not None, "an answer without a pause"
+        effects: list[Effect] = []
+        if spoken.ended_at_s is None and probability is not None:
+            assert spoken.settings.turn_hangover_ms is not None
+            spoken.turn_probability = probability
+            if probability >= spoken.settings.turn_threshold:
+                self._gate.hurry(spoken.settings.turn_hangover_ms)
+            effects = self._tell_of_pause(spoken)
+        return [*effects, *self._follow_scores(now_s)]
+
+    @staticmethod
+    def _tell_of_pause(spoken: _Spoken) -> list[Effect]:
+        """What a door may want to know of a pause, once the words before it have been sent."""
+        if not spoken.utterance.is_pause_decoded:
+            return []
+        if spoken.turn_probability is None and not spoken.utterance.reads_complete:
+            return []
+        return [SentencePaused(spoken.turn_probability)]
 
     # ------------------------------------------------------------------ work for the engine
 
@@ -456,11 +520,12 @@ class Session:
         """The engine's answer to the decode handed out."""
         head = self._spoken[0]
         segments = head.utterance.decoded(hypothesis)
-        if head is not self._spoken[-1] or head.utterance.is_over or not head.utterance.reads_complete:
+        if head is not self._spoken[-1] or head.utterance.is_over:
             return self._transcribed(segments, now_s)
-        if head.sentence_hangover_ms is not None:
-            self._gate.hurry(head.sentence_hangover_ms)
-        return [*self._transcribed(segments, now_s), SentencePaused()]
+        if head.utterance.reads_complete and head.settings.sentence_hangover_ms is not None:
+            self._gate.hurry(head.settings.sentence_hangover_ms)
+        is_judged = head is not self._judging
+        return [*self._transcribed(segments, now_s), *(self._tell_of_pause(head) if is_judged else [])]
 
     def decode_failed(self, message: str, now_s: float) -> list[Effect]:
         """The engine failed on the decode handed out."""
@@ -504,7 +569,7 @@ class Session:
             raise ClientError("unknown_model", f"no model {name!r} here; there are {', '.join(self._models)}")
         card = self._models[name].card
         negotiated = _negotiate(card, _or(hello.require, ()), _or(hello.prefer, ()))
-        settings = _settings_from(hello, self._settings, card, self._config.partial_interval_ms)
+        settings = _settings_from(hello, self._settings, card, self._config.partial_interval_ms, self._turn_model)
         self._ingest = ingest
         self._settings = self._newest_settings = settings
         self._gate = Gate(settings.gate)
@@ -524,13 +589,14 @@ class Session:
             models=tuple(model_item(served.card) for served in self._models.values()),
             limits=Limits(MAX_FRAME_BYTES, self._config.max_unacked_s, self._config.resume_window_s),
             chunking=_chunking_item(settings.chunking),
+            turn_model=self._turn_model,
         )
         return [Send(self._ready), self._open_stream(settings.options)]
 
     def _changed(self, settings: StreamSettings, update: Update) -> StreamSettings:
         assert self._ready is not None
         card = self._models[self._ready.model].card
-        return _settings_from(update, settings, card, self._config.partial_interval_ms)
+        return _settings_from(update, settings, card, self._config.partial_interval_ms, self._turn_model)
 
     def _open_stream(self, options: DecodeOptions) -> Effect:
         assert self._ready is not None
@@ -618,6 +684,8 @@ class Session:
         keep_from_sample = self._gate.keep_from_sample - WINDOW_SAMPLES
         lead = self._context.for_speech_at(keep_from_sample)  # for an utterance that may begin any moment
         led = [lead.lead_start_sample] if lead.lead and not in_work else []
+        if self._spoken and self._spoken[-1].settings.turn_hangover_ms is not None:  # to be judged at its next pause
+            led.append(max(self._spoken[-1].start_sample, keep_from_sample - MAX_TURN_SAMPLES))
         self._audio.drop_before(min([keep_from_sample, *in_work, *led]))
         if was_behind and not self._is_behind:
             self._last_audio_s = now_s  # the client paused for us: it has not stalled
@@ -727,15 +795,20 @@ class Session:
                 case vad_gate.SpeechStarted(start_sample, onset_sample):
                     effects.append(self._event(SpeechStarted(0, _wire_s(start_sample), _wire_s(onset_sample))))
                     self._begin_utterance(start_sample)
-                case vad_gate.SpeechPaused():
+                case vad_gate.SpeechPaused(at_sample):
                     self._spoken[-1].utterance.heard(self._gate.keep_from_sample)
                     self._spoken[-1].utterance.paused()
+                    if self._spoken[-1].settings.turn_hangover_ms is not None:
+                        self._judging, self._pause_sample = self._spoken[-1], at_sample
                 case vad_gate.SpeechResumed():
                     self._spoken[-1].utterance.resumed()
+                    self._spoken[-1].turn_probability = None
                 case vad_gate.SpeechEnded(end_sample, speech_end_sample):
                     effects.append(self._event(SpeechEnded(0, _wire_s(speech_end_sample), _wire_s(end_sample))))
                     spoken = self._spoken[-1]
                     spoken.ended_at_s = now_s
+                    if not self._is_pause_out:
+                        self._judging = None
                     segments = spoken.utterance.ended(
                         end_sample=end_sample, speech_end_sample=speech_end_sample, reason=reason
                     )
@@ -745,9 +818,8 @@ class Session:
         return effects
 
     def _begin_utterance(self, start_sample: int) -> None:
-        hangover_ms = self._settings.sentence_hangover_ms
         utterance = self._new_utterance(start_sample, self._settings)
-        self._spoken.append(_Spoken(utterance, self._stream_id, start_sample, hangover_ms))
+        self._spoken.append(_Spoken(utterance, self._stream_id, start_sample, self._settings))
         self._n_begun += 1
         if len(self._spoken) == 1:
             self._prepare_head()
@@ -784,7 +856,7 @@ class Session:
         next_stream_id = self._spoken[0].stream_id if self._spoken else self._stream_id
         # Text decoded with other options, in another language say, would only mislead.
         self._context = spoken.utterance.context if next_stream_id == spoken.stream_id else Context()
-        effects = [UtteranceOver(), *self._report_lag(spoken, now_s)]
+        effects = [UtteranceOver(spoken.turn_probability), *self._report_lag(spoken, now_s)]
         if spoken.stream_id != self._stream_id and all(other.stream_id != spoken.stream_id for other in self._spoken):
             effects.append(CloseStream(spoken.stream_id))
         if self._spoken:
@@ -855,7 +927,7 @@ def _negotiate(card: ModelCard, require: Iterable[str], prefer: Iterable[str]) -
 
 
 def _settings_from(
-    message: Hello | Update, base: StreamSettings, card: ModelCard, usual_interval_ms: int
+    message: Hello | Update, base: StreamSettings, card: ModelCard, usual_interval_ms: int, turn_model: str | None
 ) -> StreamSettings:
     """``base`` with what ``message`` says, checked against what the model can do."""
     task = _or(message.task, base.options.task)
@@ -874,9 +946,14 @@ def _settings_from(
     sentence_hangover_ms = _or(message.sentence_hangover_ms, base.sentence_hangover_ms)
     if sentence_hangover_ms is not None and Capability.PUNCTUATION not in card.capabilities:
         raise ClientError("unsupported_option", f"{card.name} writes no punctuation, which sentence_hangover_ms needs")
+    turn_hangover_ms = _or(message.turn_hangover_ms, base.turn_hangover_ms)
+    if turn_hangover_ms is not None and turn_model is None:
+        raise ClientError("unsupported_option", "this server has no model of turns, which turn_hangover_ms needs")
     settings = StreamSettings(
         options=options,
         sentence_hangover_ms=sentence_hangover_ms,
+        turn_hangover_ms=turn_hangover_ms,
+        turn_threshold=_or(message.turn_threshold, base.turn_threshold),
         gate=_gate_from(message, base.gate),
         partial_interval_ms=_or(message.partial_interval_ms, base.partial_interval_ms),
         chunk_ms=_or(message.chunk_ms, base.chunk_ms),

@@ -18,6 +18,7 @@ from gateway.session import DecodeJob, Session
 from streaming.engine import EngineStream, SpeechEngine
 from streaming.transcript import Hypothesis
 from vad.detector import SpeechDetector
+from vad.turn import TurnDetector
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,12 @@ class Simulation:
         cost_s: Callable[[DecodeJob], float] | None = None,
         *,
         hear: Callable[[Said, float], None] = lambda said, now_s: None,
+        turn_detector: TurnDetector | None = None,
     ) -> None:
-        """``cost_s`` says how long a decode takes; without it a decode takes no time. ``hear`` is told all at once."""
+        """``cost_s`` says how long a decode takes; without it a decode takes no time. ``hear`` is told all at once.
+
+        ``turn_detector`` judges the pauses of a session that has a model of turns.
+        """
         self.session = session
         self.seen: list[Seen] = []
         self.decodes: list[Decoded] = []
@@ -57,6 +62,7 @@ class Simulation:
         self._detector = detector
         self._cost_s = cost_s or (lambda job: 0.0)
         self._hear = hear
+        self._turn_detector = turn_detector
         self._streams: dict[int, EngineStream] = {}
         self._due: list[tuple[float, int, Callable[[float], list[Effect]]]] = []
         self._order = itertools.count()
@@ -114,6 +120,9 @@ class Simulation:
         while (work := self.session.windows_to_score()) is not None:
             [(probabilities, state)] = self._detector.score([work])
             self.carry_out(self.session.scored(probabilities, state, now_s), now_s)
+        if (samples := self.session.pause_to_judge()) is not None:
+            probability = None if self._turn_detector is None else self._turn_detector.probability(samples)
+            self.carry_out(self.session.judged(probability, now_s), now_s)
         self._decode_if_due(now_s)
 
     def _decode_if_due(self, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The threads that compute, so that the event loop never does: one owns the engines, one the detector.
+"""The threads that compute, so that the event loop never does: one owns the engines, one each detector.
 
 Knows threads and engines. Does not know sessions or sockets; what to compute, and in which order, is decided elsewhere.
 """
@@ -14,25 +14,37 @@ from numpy.typing import NDArray
 from streaming.engine import Chunk, DecodeOptions, EngineStream, SpeechEngine, StreamWarning
 from streaming.transcript import Hypothesis
 from vad.detector import DetectorState, SpeechDetector
+from vad.turn import TurnDetector
 
 Result = TypeVar("Result")
 StreamKey = tuple[str, int]  # session id, stream id
 
 
 class Worker:
-    """Runs engines on one thread and the detector on another. Calls of a kind are carried out in the order made."""
+    """Runs engines, the detector and the model of turns, if there is one, each on a thread of their own.
 
-    def __init__(self, engines: Mapping[str, SpeechEngine], detector: SpeechDetector) -> None:
+    Calls of a kind are carried out in the order made.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, SpeechEngine],
+        detector: SpeechDetector,
+        turn_detector: TurnDetector | None = None,
+    ) -> None:
         self._engines = engines
         self._detector = detector
+        self._turn_detector = turn_detector
         self._streams: dict[StreamKey, tuple[SpeechEngine, EngineStream]] = {}  # touched by the engine thread only
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._detector_thread = ThreadPoolExecutor(1, thread_name_prefix="detector")
+        self._turn_thread = ThreadPoolExecutor(1, thread_name_prefix="turns")
 
     def stop(self) -> None:
-        """Let what runs finish and end both threads."""
+        """Let what runs finish and end every thread."""
         self._engine_thread.shutdown(cancel_futures=True)
         self._detector_thread.shutdown(cancel_futures=True)
+        self._turn_thread.shutdown(cancel_futures=True)
 
     async def open(self, key: StreamKey, model: str, options: DecodeOptions) -> tuple[StreamWarning, ...]:
         """Open an engine stream; answers with its warnings."""
@@ -59,6 +71,12 @@ class Worker:
     ) -> list[tuple[NDArray[np.float32], DetectorState]]:
         """Probabilities and new state for each session's windows. Raises as ``decode`` does."""
         return await _on(self._detector_thread, lambda: _one_each(self._detector.score(batch), len(batch)))
+
+    async def judge(self, samples: NDArray[np.float32]) -> float:
+        """How likely the speaker is done whose turn ends in ``samples`` [n]. Raises what the model raises."""
+        detector = self._turn_detector
+        assert detector is not None, "no session asks where there is no model of turns"
+        return await _on(self._turn_thread, lambda: detector.probability(samples))
 
     def _open(self, key: StreamKey, model: str, options: DecodeOptions) -> tuple[StreamWarning, ...]:
         engine = self._engines[model]

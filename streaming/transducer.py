@@ -169,9 +169,14 @@ class TransducerUtterance:
         return max(self._origin_sample, self._decoded_sample - self._chunking.left_samples)
 
     @property
+    def is_pause_decoded(self) -> bool:
+        """Whether the speaker pauses, and all that was said before has been decoded since."""
+        return self._is_paused and self._is_complete
+
+    @property
     def reads_complete(self) -> bool:
         """Whether the speaker pauses behind words that, decoded since then, read as a finished sentence."""
-        return self._is_paused and self._is_complete and reads_complete(self._segment.words)
+        return self.is_pause_decoded and reads_complete(self._segment.words)
 
     def heard(self, until_sample: int) -> None:
         """Audio up to ``until_sample`` belongs to this utterance."""

@@ -127,9 +127,14 @@ class Utterance:
         return self.context.lead_start_sample if self.context.lead else self._segment.start_sample
 
     @property
+    def is_pause_decoded(self) -> bool:
+        """Whether the speaker pauses, and all that was said before has been decoded since."""
+        return self._is_paused and self._complete is not None
+
+    @property
     def reads_complete(self) -> bool:
         """Whether the speaker pauses behind words that, decoded since then, read as a finished sentence."""
-        return self._is_paused and self._complete is not None and reads_complete(self._segment.words)
+        return self.is_pause_decoded and reads_complete(self._segment.words)
 
     def heard(self, until_sample: int) -> None:
         """Audio up to ``until_sample`` belongs to this utterance."""

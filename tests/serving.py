@@ -16,6 +16,7 @@ from models.scripted import ScriptedEngine
 from streaming.engine import SpeechEngine
 from vad.detector import SpeechDetector
 from vad.energy import EnergyDetector
+from vad.turn import TurnDetector
 
 DEADLINE_S = 20
 
@@ -29,7 +30,12 @@ def speech(duration_s: float, before_s: float = 0.5, after_s: float = 1.0) -> by
 
 @contextmanager
 def served(
-    engine: SpeechEngine, detector: SpeechDetector | None = None, *, keys: Sequence[str] = (), **server: object
+    engine: SpeechEngine,
+    detector: SpeechDetector | None = None,
+    *,
+    keys: Sequence[str] = (),
+    turn_detector: TurnDetector | None = None,
+    **server: object,
 ) -> Iterator[str]:
     """A server on a free port, on a thread of its own; gives its address."""
     config = Config(
@@ -44,7 +50,8 @@ def served(
             await super().startup(sockets)
             ready.set()
 
-    app = build_app(config, {engine.card.name: engine}, detector or EnergyDetector(), Keys(keys))
+    engines = {engine.card.name: engine}
+    app = build_app(config, engines, detector or EnergyDetector(), Keys(keys), turn_detector=turn_detector)
     uvicorn_server = Server(uvicorn_config(config, app))
     thread = threading.Thread(target=uvicorn_server.run, daemon=True)
     thread.start()

@@ -162,9 +162,13 @@ class Gate:
         return events
 
     def hurry(self, hangover_ms: int) -> None:
-        """Let less silence end the span that is open, because what was said reads complete; until the voice is back."""
+        """Let less silence end the span that is open, because its speaker seems to be done; until the voice is back.
+
+        Of several the least holds.
+        """
         if self._span is not None and not self._span.is_voiced:
-            self._span.hurried_ms = min(hangover_ms, self._span.settings.hangover_ms)
+            longest_ms = self._span.settings.hangover_ms if self._span.hurried_ms is None else self._span.hurried_ms
+            self._span.hurried_ms = min(hangover_ms, longest_ms)
 
     def _listen(self, start_sample: int, probability: float) -> list[GateEvent]:
         events: list[GateEvent] = []

@@ -9,8 +9,11 @@ from typing import Any
 
 from gateway.commands.failure import CommandError
 from gateway.commands.waiting import waiting
-from gateway.config import TWILIO_TOKEN_VARIABLE, Config, ConfigError, ServerConfig, as_toml, load
+from gateway.config import TWILIO_TOKEN_VARIABLE, Config, ConfigError, ServerConfig, TurnModel, as_toml, load
 from gateway.keys import exposure_problem, load_keys
+from vad.turn import TurnDetector
+
+log = logging.getLogger(__name__)
 
 HELP = "serve transcripts over a WebSocket, and a page with a microphone"
 
@@ -60,10 +63,32 @@ def run(arguments: argparse.Namespace) -> int:
         from models.catalog import load_engine  # torch
 
         engines = {name: load_engine(name, n_threads=config.n_threads or None) for name in config.models}
+        turn_detector = turn_detector_of(config.turn_model)
     host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
     print(f"\nhttp://{host}:{config.server.port} is the page; the stream is at /v1/stream", flush=True)
-    serve_forever(config, engines, keys, os.environ.get(TWILIO_TOKEN_VARIABLE, ""))
+    serve_forever(config, engines, keys, os.environ.get(TWILIO_TOKEN_VARIABLE, ""), turn_detector)
     return 0
+
+
+def turn_detector_of(choice: TurnModel) -> TurnDetector | None:
+    """What the setting names, ``None`` where sessions go by punctuation and silence.
+
+    Raises:
+        ModelUnavailableError: if the model is wanted by name and can't be had.
+    """
+    if choice is TurnModel.NONE:
+        return None
+    from models.errors import ModelUnavailableError
+    from models.smart_turn import SmartTurn  # torch, onnxruntime
+    from models.store import turn_model
+
+    try:
+        return SmartTurn(turn_model())
+    except ModelUnavailableError as error:
+        if choice is TurnModel.SMART_TURN:
+            raise
+        log.warning("no model of turns, so pauses are judged by punctuation and silence: %s", error)
+        return None
 
 
 def _tell_what_loading_does() -> None:

@@ -1,7 +1,7 @@
 """The door of Deepgram's turn-based protocol, /v2/listen: each message tells the whole turn so far.
 
-Knows turns and their events. Whether a turn is over is the session's to say, by silence and by whether the text reads
-complete: a heuristic where upstream has a model of turns, so confidences are few and coarse.
+Knows turns and their events. Whether a turn is over is the session's to say: by a model of turns and silence where the
+server has one, else by whether the text reads complete, a heuristic whose confidences are few and coarse.
 """
 
 from collections.abc import Sequence
@@ -37,6 +37,8 @@ __all__ = ["NAME", "RESUMES", "key_of", "open_door", "refusal"]
 NAME = "deepgram_turns"
 RESUMES = False
 MIN_SENTENCE_MS, MS_FOR_EACH_THRESHOLD = 300, 1_250  # 0.5 → 300 ms of silence behind a finished sentence, 0.9 → 800 ms
+DONE_MS = 300  # of silence that ends a turn which the model of turns takes to be over
+DOUBTED_MS = 1_500  # and one that reads complete, though the model does not take it to be over
 MAX_TIMEOUT_MS = 10_000  # the longest silence that a session takes
 UNPUNCTUATED_MS = 1_000  # the silence that ends a turn of a model whose text says nothing about sentences
 _CONFIDENCES = {"Update": 0.1, "StartOfTurn": 0.1, "TurnResumed": 0.1, "EagerEndOfTurn": 0.6, "EndOfTurn": 0.95}
@@ -67,12 +69,14 @@ class Thresholds:
             _check("eager_eot_threshold", self.eager_eot_threshold, 0.3, 0.9)
         _check("eot_timeout_ms", self.eot_timeout_ms, 500, 60_000)
 
-    def pauses_ms(self, *, is_punctuated: bool) -> tuple[int, int | None]:
-        """Silence that ends any turn, and one whose text reads complete."""
+    def pauses_ms(self, *, is_punctuated: bool, has_turn_model: bool) -> tuple[int, int | None, int | None]:
+        """Silence that ends any turn, one whose text reads complete, and one that the model takes to be over."""
         timeout_ms = min(self.eot_timeout_ms, MAX_TIMEOUT_MS)
+        if has_turn_model:
+            return timeout_ms, DOUBTED_MS if is_punctuated else None, DONE_MS
         if not is_punctuated:
-            return min(timeout_ms, UNPUNCTUATED_MS), None
-        return timeout_ms, round(MIN_SENTENCE_MS + (self.eot_threshold - 0.5) * MS_FOR_EACH_THRESHOLD)
+            return min(timeout_ms, UNPUNCTUATED_MS), None, None
+        return timeout_ms, round(MIN_SENTENCE_MS + (self.eot_threshold - 0.5) * MS_FOR_EACH_THRESHOLD), None
 
     def plain(self) -> dict[str, Any]:
         """As messages show them."""
@@ -95,6 +99,7 @@ class _Turn:
     end_s: float = 0.0
     is_eager: bool = False
     reason: str = ""
+    probability: float | None = None  # of the model of turns, that this is the end
 
 
 class TurnsDoor:
@@ -105,6 +110,7 @@ class TurnsDoor:
     def __init__(self, knock: Knock, house: House, model: str, audio: RawAudio, thresholds: Thresholds) -> None:
         self._model = model
         self._capabilities = house.cards[model].capabilities
+        self._has_turn_model = house.has_turn_model
         self._audio = audio
         self._thresholds = thresholds
         self._vocabulary = _terms(knock.params("keyterm")) if Capability.VOCABULARY in self._capabilities else ()
@@ -117,13 +123,15 @@ class TurnsDoor:
 
     def opened(self, now_s: float) -> list[DoorEffect]:
         """Connected is the first message; clients wait for it."""
-        hangover_ms, sentence_ms = self._pauses_ms()
+        hangover_ms, sentence_ms, turn_ms = self._pauses_ms()
         hello = Hello(
             audio=self._audio.spec(_TRACK),
             model=self._model,
             vocabulary=self._vocabulary,
             hangover_ms=hangover_ms,
             sentence_hangover_ms=sentence_ms,
+            turn_hangover_ms=turn_ms,
+            turn_threshold=self._thresholds.eot_threshold,
         )
         return [self._say("Connected", request_id=self._request_id), Open(_TRACK), Tell(_TRACK, hello)]
 
@@ -170,15 +178,21 @@ class TurnsDoor:
         self._thresholds = thresholds
         if control.keyterms is not None:
             self._vocabulary = _terms(control.keyterms)
-        hangover_ms, sentence_ms = self._pauses_ms()
+        hangover_ms, sentence_ms, turn_ms = self._pauses_ms()
         change = Update(
-            "configure", hangover_ms=hangover_ms, sentence_hangover_ms=sentence_ms, vocabulary=self._vocabulary
+            "configure",
+            hangover_ms=hangover_ms,
+            sentence_hangover_ms=sentence_ms,
+            turn_hangover_ms=turn_ms,
+            turn_threshold=thresholds.eot_threshold,
+            vocabulary=self._vocabulary,
         )
         shown = {"thresholds": thresholds.plain(), "keyterms": list(self._vocabulary)}
         return [Tell(_TRACK, change), self._say("ConfigureSuccess", request_id=self._request_id, **shown)]
 
-    def _pauses_ms(self) -> tuple[int, int | None]:
-        return self._thresholds.pauses_ms(is_punctuated=Capability.PUNCTUATION in self._capabilities)
+    def _pauses_ms(self) -> tuple[int, int | None, int | None]:
+        is_punctuated = Capability.PUNCTUATION in self._capabilities
+        return self._thresholds.pauses_ms(is_punctuated=is_punctuated, has_turn_model=self._has_turn_model)
 
     # ------------------------------------------------------------------ from the session
 
@@ -193,10 +207,10 @@ class TurnsDoor:
                     self._turn.done += said.words
                     self._turn.reason = said.reason
                 return effects
-            case SentencePaused():
-                return self._paused()
-            case UtteranceOver():
-                return self._over()
+            case SentencePaused(probability):
+                return self._paused(probability)
+            case UtteranceOver(probability):
+                return self._over(probability)
             case Error(code="decode_failed"):
                 return [self._warning("DECODE_FAILED", said.message)]
             case Farewell():
@@ -218,21 +232,25 @@ class TurnsDoor:
         is_same = words == turn.words
         turn.words, turn.end_s = words, segment.end_s
         turn.is_eager = turn.is_eager and is_same
+        turn.probability = turn.probability if is_same else None
         return [] if is_same else [self._turn_info(event, turn)]
 
-    def _paused(self) -> list[DoorEffect]:
-        turn = self._turn
-        if turn is None or turn.is_eager or self._thresholds.eager_eot_threshold is None:
+    def _paused(self, probability: float | None) -> list[DoorEffect]:
+        turn, threshold = self._turn, self._thresholds.eager_eot_threshold
+        if turn is None or turn.is_eager or threshold is None:
             return []
-        turn.is_eager = True
+        if probability is not None and probability < threshold:
+            return []
+        turn.is_eager, turn.probability = True, probability
         return [self._turn_info("EagerEndOfTurn", turn)]
 
-    def _over(self) -> list[DoorEffect]:
+    def _over(self, probability: float | None) -> list[DoorEffect]:
         turn, self._turn = self._turn, None
         if turn is None:
             return []
-        by_text = "model" if _reads_complete(turn.words) else "timeout"
-        trigger = "manual" if turn.reason == EndReason.FLUSH else by_text
+        turn.probability = probability
+        is_done = _reads_complete(turn.words) if probability is None else probability >= self._thresholds.eot_threshold
+        trigger = "manual" if turn.reason == EndReason.FLUSH else "model" if is_done else "timeout"
         told = self._turn_info("EndOfTurn", turn, trigger=trigger)
         self._n_turns += 1
         return [told]
@@ -249,7 +267,7 @@ class TurnsDoor:
             audio_window_end=turn.end_s,
             transcript="".join(word.text for word in turn.words).strip(),
             words=[_word(word, turn) for word in turn.words],
-            end_of_turn_confidence=_CONFIDENCES[event],
+            end_of_turn_confidence=_CONFIDENCES[event] if turn.probability is None else round(turn.probability, 3),
             **more,
         )
 

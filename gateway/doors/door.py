@@ -184,6 +184,7 @@ class House:
     gate: GateSettings
     session: SessionConfig
     aliases: Mapping[str, str] = field(default_factory=dict)  # a name that clients use → the model that is meant
+    has_turn_model: bool = False  # a session may ask for ``turn_hangover_ms``
     is_strict: bool = False  # options without effect are refused, not only named
     twilio_auth_token: str = field(default="", repr=False)  # signs Twilio's streams; empty: not looked at
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.doors.door import House
-from gateway.messages import AudioSpec, Hello, Update
+from gateway.messages import DEFAULT_TURN_THRESHOLD, AudioSpec, Hello, Update
 from streaming.capability import Capability
 from streaming.engine import DecodeOptions, UnsupportedOptionError
 
@@ -22,13 +22,28 @@ MIN_THRESHOLD, MAX_THRESHOLD = 0.05, 0.95
 MAX_PREFIX_MS = 2_000
 MIN_PRE_ROLL_MS = 300  # less would cost first syllables, so the model hears this much at least
 MIN_SILENCE_MS, MAX_SILENCE_MS = 100, 10_000
-# Of semantic_vad: the longest silence inside a turn, and the one behind words that read as a finished sentence. The
-# former are the protocol's; the latter are ours, for a heuristic stands in where upstream has a model of turns.
-EAGERNESS_MS = {"low": (8_000, 800), "medium": (4_000, 500), "high": (2_000, 300)}
 MAX_KEYWORDS, MAX_KEYWORD_CHARACTERS, MAX_PROMPT_CHARACTERS = 1_000, 100, 4_000
 PCM_RATES_HZ = range(8_000, 48_001)
 PARTIAL_INTERVAL_MS = {"minimal": 200, "low": 300, "medium": 500, "high": 800, "xhigh": 1_500}  # of ``delay``
 _ENCODINGS = {"audio/pcm": "s16le", "audio/pcmu": "mulaw", "audio/pcma": "alaw"}
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How much silence ends a turn under ``semantic_vad``, by what speaks for its end."""
+
+    longest_ms: int  # nothing does; the protocol's own figures
+    doubted_ms: int  # the words read as a finished sentence, but the model of turns takes the speaker not to be done
+    done_ms: int  # the model takes the speaker to be done; without a model, the words read as a finished sentence
+    threshold: float  # the model's probability from which that is so
+
+
+# Ours but for the longest; benchmarks/results/turns.md has what they cost and bring.
+EAGERNESS = {
+    "low": Patience(longest_ms=8_000, doubted_ms=2_500, done_ms=800, threshold=0.7),
+    "medium": Patience(longest_ms=4_000, doubted_ms=1_500, done_ms=500, threshold=0.6),
+    "high": Patience(longest_ms=2_000, doubted_ms=1_000, done_ms=300, threshold=0.5),
+}
 
 
 class BadValueError(Exception):
@@ -50,9 +65,9 @@ class TurnDetection:
     eagerness: str | None = None
 
     @property
-    def sentence_ms(self) -> int | None:
-        """The silence that ends a turn which reads complete; ``None`` where the text does not matter."""
-        return None if self.eagerness is None else EAGERNESS_MS[self.eagerness][1]
+    def patience(self) -> Patience | None:
+        """Of ``semantic_vad``."""
+        return None if self.eagerness is None else EAGERNESS[self.eagerness]
 
     def plain(self) -> dict[str, Any]:
         """As events show it."""
@@ -107,6 +122,8 @@ class TranscriptionSession:
             context=settings.context,
             hangover_ms=settings.hangover_ms,
             sentence_hangover_ms=settings.sentence_hangover_ms,
+            turn_hangover_ms=settings.turn_hangover_ms,
+            turn_threshold=settings.turn_threshold,
             speech_threshold=settings.speech_threshold,
             pre_roll_ms=settings.pre_roll_ms,
             partial_interval_ms=settings.partial_interval_ms,
@@ -115,6 +132,9 @@ class TranscriptionSession:
     def update(self, update_id: str, house: House) -> Update:
         """The message that changes a session to this; format and model are not settings."""
         turns = self.turn_detection
+        patience = turns.patience if turns else None
+        judged = patience if house.has_turn_model else None
+        by_text_ms = None if patience is None else patience.doubted_ms if judged else patience.done_ms
         interval_ms = house.session.partial_interval_ms if self.delay is None else PARTIAL_INTERVAL_MS[self.delay]
         return Update(
             id=update_id,
@@ -122,7 +142,9 @@ class TranscriptionSession:
             vocabulary=self.keywords,
             context=self.prompt,
             hangover_ms=turns.silence_duration_ms if turns else house.gate.hangover_ms,
-            sentence_hangover_ms=turns.sentence_ms if turns else None,
+            sentence_hangover_ms=by_text_ms if _punctuates(self.model, house) else None,
+            turn_hangover_ms=judged.done_ms if judged else None,
+            turn_threshold=judged.threshold if judged else DEFAULT_TURN_THRESHOLD,
             speech_threshold=turns.threshold if turns else house.gate.threshold,
             pre_roll_ms=max(MIN_PRE_ROLL_MS, turns.prefix_padding_ms) if turns else house.gate.pre_roll_ms,
             partial_interval_ms=interval_ms,
@@ -172,9 +194,11 @@ def updated(session: TranscriptionSession, patch: Any, house: House) -> Transcri
     if "include" in body:
         session = replace(session, include=_included(body["include"], session, house))
     _check_options(session, house, f"{path}.transcription")
-    if session.turn_detection and session.turn_detection.eagerness and not _punctuates(session.model, house):
+    is_semantic = session.turn_detection is not None and session.turn_detection.patience is not None
+    if is_semantic and not house.has_turn_model and not _punctuates(session.model, house):
         raise BadValueError(
-            f"{path}.turn_detection.type", f"{session.model} writes no punctuation, which semantic_vad goes by here"
+            f"{path}.turn_detection.type",
+            f"{session.model} writes no punctuation, which semantic_vad goes by where there is no model of turns",
         )
     return session
 
@@ -285,10 +309,10 @@ def turn_detection_of(value: Any, path: str) -> TurnDetection | None:
 
 def _semantic(eagerness: Any, path: str) -> TurnDetection:
     name = "medium" if eagerness in (None, "auto") else eagerness
-    if not isinstance(name, str) or name not in EAGERNESS_MS:
-        known = ", ".join(EAGERNESS_MS)
+    if not isinstance(name, str) or name not in EAGERNESS:
+        known = ", ".join(EAGERNESS)
         raise BadValueError(f"{path}.eagerness", f"{path}.eagerness is {eagerness!r}; accepted are auto, {known}")
-    return TurnDetection(silence_duration_ms=EAGERNESS_MS[name][0], eagerness=name)
+    return TurnDetection(silence_duration_ms=EAGERNESS[name].longest_ms, eagerness=name)
 
 
 def _punctuates(model: str, house: House) -> bool:

@@ -51,11 +51,11 @@ def _install(name: str, folder: Path, python: Path, requirements: list[str]) -> 
         pytest.skip(f"{name} could not be installed within {INSTALL_TIMEOUT_S} s")
 
 
-def drive(name: str, *arguments: str) -> list[dict[str, Any]]:
-    """Run ``drive_<name>.py`` with its client; the JSON objects that it prints, one a line."""
+def drive(name: str, *arguments: str, client: str | None = None) -> list[dict[str, Any]]:
+    """Run ``drive_<name>.py`` with its ``client``, or the one of that name; the objects that it prints, one a line."""
     script = HERE / f"drive_{name}.py"
     done = subprocess.run(
-        [str(python_of(name)), str(script), *arguments],
+        [str(python_of(client or name)), str(script), *arguments],
         capture_output=True,
         text=True,
         timeout=RUN_TIMEOUT_S,

@@ -37,6 +37,19 @@ class LoudnessDetector:
 
 
 @dataclass
+class TurnJudge:
+    """Gives the pauses that it is asked about, in order, these probabilities, and the last of them ever after."""
+
+    probabilities: list[float]
+    heard: list[NDArray[np.float32]] = field(default_factory=list)
+    name: str = "judge"
+
+    def probability(self, samples: NDArray[np.float32]) -> float:
+        self.heard.append(samples)
+        return self.probabilities[min(len(self.heard), len(self.probabilities)) - 1]
+
+
+@dataclass
 class Stream:
     """What an engine keeps for a caller."""
 
@@ -139,25 +152,29 @@ class World:
     hello = HELLO
     Engine = ReadingEngine
     Detector = LoudnessDetector
+    TurnJudge = TurnJudge
 
     @staticmethod
-    def session(engine: ReadingEngine, **config: float) -> Session:
+    def session(engine: ReadingEngine, judge: TurnJudge | None = None, **config: float) -> Session:
         models = {engine.card.name: ServedModel(engine.card, EngineItem(engine.backend, engine.why))}
         settings = SessionConfig(**config)  # type: ignore[arg-type]
         detector_state = LoudnessDetector().initial_state()
         gate = GateSettings(hangover_ms=400)
-        return Session("session", models, detector_state, config=settings, gate=gate, now_s=0.0)
+        turn_model = None if judge is None else judge.name
+        return Session("session", models, detector_state, config=settings, gate=gate, now_s=0.0, turn_model=turn_model)
 
     @staticmethod
-    def simulation(engine: ReadingEngine, delay_s: float = 0.0, **config: float) -> Simulation:
-        session = World.session(engine, **config)
-        return Simulation(session, engine, LoudnessDetector(), cost_s=lambda job: delay_s)
+    def simulation(
+        engine: ReadingEngine, delay_s: float = 0.0, judge: TurnJudge | None = None, **config: float
+    ) -> Simulation:
+        session = World.session(engine, judge, **config)
+        return Simulation(session, engine, LoudnessDetector(), cost_s=lambda job: delay_s, turn_detector=judge)
 
     @staticmethod
-    def house(*engines: ReadingEngine, **aliases: str) -> House:
+    def house(*engines: ReadingEngine, has_turn_model: bool = False, **aliases: str) -> House:
         """What a door knows of a server with these engines."""
         cards = {engine.card.name: engine.card for engine in engines or (ReadingEngine(()),)}
-        return House(cards, GateSettings(hangover_ms=400), SessionConfig(), aliases)
+        return House(cards, GateSettings(hangover_ms=400), SessionConfig(), aliases, has_turn_model)
 
     @staticmethod
     def knock(**said: object) -> Knock:
@@ -165,14 +182,26 @@ class World:
         return Knock(path="/", connection_id="0123456789abcdef0123456789abcdef", **said)  # type: ignore[arg-type]
 
     @staticmethod
-    def behind(door: Door, engine: ReadingEngine, delay_s: float = 0.0) -> DoorSimulation:
+    def behind(
+        door: Door, engine: ReadingEngine, delay_s: float = 0.0, judge: TurnJudge | None = None
+    ) -> DoorSimulation:
         """``door`` with the sessions that it opens, each decode taking ``delay_s``."""
         models = {engine.card.name: ServedModel(engine.card, EngineItem(engine.backend, engine.why))}
 
         def open_session(now_s: float, hear: Callable[[Said, float], None]) -> Simulation:
             state = LoudnessDetector().initial_state()
             gate = GateSettings(hangover_ms=400)
-            session = Session("session", models, state, config=SessionConfig(), gate=gate, now_s=now_s)
-            return Simulation(session, engine, LoudnessDetector(), cost_s=lambda job: delay_s, hear=hear)
+            turn_model = None if judge is None else judge.name
+            session = Session(
+                "session", models, state, config=SessionConfig(), gate=gate, now_s=now_s, turn_model=turn_model
+            )
+            return Simulation(
+                session,
+                engine,
+                LoudnessDetector(),
+                cost_s=lambda job: delay_s,
+                hear=hear,
+                turn_detector=judge,
+            )
 
         return DoorSimulation(door, open_session)

@@ -559,3 +559,36 @@ def _transcript(address: str, duration_s: float) -> str:
 def _n_words(duration_s: float) -> int:
     """Words of 280 ms every 360 ms that end within the speech or the 160 ms that the gate adds behind it."""
     return sum(0.360 * i + 0.280 <= duration_s + 0.16 for i in range(6))
+
+
+# ---------------------------------------------------------------- the model of turns
+
+
+class Judge:
+    """Gives every pause one probability, or fails."""
+
+    name = "judge"
+
+    def __init__(self, probability: float | None) -> None:
+        self._probability = probability
+
+    def probability(self, samples: NDArray[np.float32]) -> float:
+        if self._probability is None:
+            raise RuntimeError("asked to fail")
+        return self._probability
+
+
+@pytest.mark.parametrize(("probability", "n_utterances"), [(0.9, 2), (0.1, 1), (None, 1)])
+def test_pauses_are_judged_and_a_judge_that_fails_costs_nobody_the_session(
+    engine: ScriptedEngine, probability: float | None, n_utterances: int
+) -> None:
+    with served(engine, turn_detector=Judge(probability)) as address:
+        with open_stream(address) as stream:
+            stream.send(json.dumps({**HELLO, "hangover_ms": 3_000, "turn_hangover_ms": 300}))
+            assert hear(stream, "ready")["turn_model"] == "judge"
+            stream.send(speech(1.5) + speech(1.5))
+            messages = finish(stream)
+        health = json.load(urllib.request.urlopen(f"http://{address}/health", timeout=DEADLINE_S))
+    assert len([m for m in messages if m["type"] == "speech_ended"]) == n_utterances
+    assert finals(messages).startswith("it was the best")
+    assert health["turn_model"] == "judge"

@@ -12,6 +12,7 @@ from gateway import messages as m
 from gateway.effects import Close, Send
 from gateway.errors import ClientError
 from gateway.session import HELLO_TIMEOUT_S, MAX_BARRIERS, MAX_ERROR_CHARACTERS, MAX_RETAINED_S, STALL_S, State
+from gateway.simulation import Simulation
 from streaming.engine import DecodeOptions, StreamWarning
 from vad.audio import SAMPLE_RATE_HZ
 
@@ -231,6 +232,114 @@ def test_a_model_that_writes_no_marks_can_not_go_by_sentences(world) -> None:
     session = world.session(engine)
     [effect] = session.receive(structs.replace(world.hello, sentence_hangover_ms=400), 0.0)
     assert effect.message.code == "unsupported_option" and "punctuation" in effect.message.message
+
+
+# ---------------------------------------------------------------- the model of turns
+
+TURNS = {"hangover_ms": 3_000, "turn_hangover_ms": 300, "turn_threshold": 0.6}
+
+
+def judged(world, scene, probabilities, *, n_bytes=640, delay_s=0.0, then=(), **options):
+    """The scene in real time, its pauses judged; what is seen, and the simulation."""
+    judge = world.TurnJudge(list(probabilities))
+    simulation = world.simulation(world.Engine(scene.words), delay_s, judge)
+    hello = structs.replace(world.hello, **{**TURNS, **options})
+    end_s = len(scene.samples) / SAMPLE_RATE_HZ
+    inputs = [(0.0, hello), *world.packets(scene.pcm(), n_bytes), *((end_s, item) for item in then)]
+    return simulation.run(inputs), judge
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3])
+@pytest.mark.parametrize("n_bytes", [333, 640, 96_000])
+def test_a_pause_that_is_judged_to_be_the_end_ends_the_utterance_sooner(world, delay_s, n_bytes) -> None:
+    scene = world.make_scene([0.5, 2, 1.0, 2, 1.0, 1, 4.0])
+    seen, judge = judged(world, scene, [0.59, 0.6, 0.1], delay_s=delay_s, n_bytes=n_bytes)
+    assert [final.text for final in of(seen, m.Final)] == ["w0 w1 w2 w3", "w4"]
+    assert len(judge.heard) == 3
+
+
+def test_the_judge_hears_the_turn_up_to_the_pause_and_eight_seconds_at_most(world) -> None:
+    scene = world.make_scene([2.0, 1, 0.5, 30, 1.0, 80, 3.5])
+    _, judge = judged(world, scene, [0.0, 1.0])
+    lengths_s = [len(samples) / SAMPLE_RATE_HZ for samples in judge.heard]
+    assert lengths_s[0] == pytest.approx(0.32 + 0.35 + 0.2, abs=0.07)  # padding, the word, and the pause so far
+    assert lengths_s[1:] == [8.0, 8.0]
+    for samples in judge.heard:
+        assert not samples[-2_500:].any() and samples[-6_000:].any()
+
+
+def test_the_judge_hears_long_turns_whole_though_their_segments_were_cut(world) -> None:
+    scene = world.make_scene([0.5, 120, 2.0])
+    seen, judge = judged(world, scene, [1.0])
+    assert len(of(seen, m.Final)) > 1
+    assert [len(samples) / SAMPLE_RATE_HZ for samples in judge.heard] == [8.0]
+
+
+def test_of_what_the_text_says_and_what_the_judge_says_the_sooner_end_holds(world) -> None:
+    scene = world.make_scene([0.5, 2, 0.7, 2, 1.3, 1, 1.6])
+    words = [replace(word, text=word.text + ".") for word in scene.words]
+    finals = of(judged(world, type(scene)(scene.samples, tuple(words)), [0.1], sentence_hangover_ms=900)[0], m.Final)
+    assert [final.text for final in finals] == ["w0. w1. w2. w3.", "w4."]
+    finals = of(judged(world, type(scene)(scene.samples, tuple(words)), [0.9], sentence_hangover_ms=900)[0], m.Final)
+    assert [final.text for final in finals] == ["w0. w1.", "w2. w3.", "w4."]
+
+
+def test_a_pause_that_can_not_be_judged_ends_nothing_sooner(world) -> None:
+    scene = world.make_scene([0.5, 2, 1.0, 2, 4.0])
+    session = world.session(world.Engine(scene.words), world.TurnJudge([1.0]))
+    simulation = Simulation(session, world.Engine(scene.words), world.Detector())  # nobody judges
+    seen = simulation.run([(0.0, structs.replace(world.hello, **TURNS)), *world.packets(scene.pcm(), 640)])
+    assert [final.text for final in of(seen, m.Final)] == ["w0 w1 w2 w3"]
+
+
+def test_a_flush_while_a_pause_is_judged_loses_nothing(world) -> None:
+    scene = world.make_scene([0.5, 2, 0.25])
+    session = world.session(world.Engine(scene.words), world.TurnJudge([1.0]))
+    session.receive(structs.replace(world.hello, **TURNS), 0.0)
+    session.receive(m.Audio(scene.pcm()), 1.5)
+
+    def score() -> None:
+        while (work := session.windows_to_score()) is not None:
+            [(probabilities, state)] = world.Detector().score([work])
+            session.scored(probabilities, state, 1.5)
+
+    score()
+    assert session.wants_judgement and session.pause_to_judge() is not None and not session.wants_judgement
+    session.receive(m.Flush("f"), 1.5)
+    session.judged(1.0, 1.6)
+    score()
+    assert session.pause_to_judge() is None
+    job = session.next_decode()
+    [answer] = world.Engine(scene.words).decode([(None, job.chunk)])
+    said = [effect.message for effect in session.decoded(answer, 1.7) if isinstance(effect, Send)]
+    assert [item.text for item in said if isinstance(item, m.Final)] == ["w0 w1"]
+    assert any(isinstance(item, m.Flushed) for item in said)
+
+
+@settings(max_examples=30, deadline=None)
+@given(layout=LAYOUTS, probabilities=st.lists(st.sampled_from([0.1, 0.9]), min_size=1, max_size=8))
+def test_what_is_judged_does_not_hang_on_packets_or_the_engine(world, layout, probabilities) -> None:
+    scene = world.make_scene([*layout, 0.5])
+    said = [
+        [
+            (final.text, final.start_s)
+            for final in of(judged(world, scene, probabilities, then=[BYE], **more)[0], m.Final)
+        ]
+        for more in ({}, {"n_bytes": 333}, {"n_bytes": 64_000}, {"delay_s": 0.4})
+    ]
+    assert said[0] == said[1] == said[2] == said[3]
+
+
+def test_a_server_without_a_model_of_turns_refuses_to_judge(world) -> None:
+    session = world.session(world.Engine(()))
+    [effect] = session.receive(structs.replace(world.hello, turn_hangover_ms=300), 0.0)
+    assert effect.message.code == "unsupported_option" and "turn_hangover_ms" in effect.message.message
+
+
+def test_ready_names_the_model_of_turns(world) -> None:
+    for judge, name in ((None, None), (world.TurnJudge([1.0]), "judge")):
+        ready = world.session(world.Engine(()), judge).receive(world.hello, 0.0)[0].message
+        assert ready.turn_model == name
 
 
 def test_an_update_that_the_model_can_not_honour_changes_nothing(world) -> None:

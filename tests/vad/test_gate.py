@@ -79,6 +79,19 @@ def test_a_span_told_to_hurry_ends_after_less_silence_but_never_more() -> None:
     assert hurried(5, 9_000) == 100
 
 
+def test_of_several_hangovers_the_least_holds() -> None:
+    gate = Gate(GateSettings(hangover_ms=3_200))
+    for index in range(13):
+        gate.push(index * WINDOW_SAMPLES, 0.9 if index < 10 else 0.0)
+    gate.hurry(320)
+    gate.hurry(640)
+    n_windows = 3
+    while gate.is_speech:
+        gate.push((10 + n_windows) * WINDOW_SAMPLES, 0.0)
+        n_windows += 1
+    assert n_windows == 10
+
+
 def test_a_voice_that_comes_back_has_the_whole_hangover_again() -> None:
     assert hurried(5, 320, resumes=True) == 100
 

@@ -17,8 +17,8 @@ RAW = {"model": "flux-general-en", "encoding": "linear16", "sample_rate": "16000
 CLOSE, FORCE = '{"type":"CloseStream"}', '{"type":"ForceEndTurn"}'
 
 
-def admit(world, engine=None, **query):
-    house = world.house(engine) if engine else world.house()
+def admit(world, engine=None, *, has_turn_model=False, **query):
+    house = world.house(*([engine] if engine else []), has_turn_model=has_turn_model)
     return deepgram_turns.open_door(world.knock(query=tuple({**RAW, **query}.items())), house)
 
 
@@ -30,10 +30,11 @@ def marked(world, *marks, pause_s=1.0, last_s=7.0):
     return type(scene)(scene.samples, tuple(words))
 
 
-def play(world, scene, *then, n_bytes=640, delay_s=0.0, engine=None, frames=None, **query):
+def play(world, scene, *then, n_bytes=640, delay_s=0.0, engine=None, frames=None, judge=None, **query):
     engine = engine or world.Engine(scene.words)
     audio = frames or [(at_s, message.data) for at_s, message in world.packets(scene.pcm(), n_bytes)]
-    told = world.behind(admit(world, engine, **query).door, engine, delay_s).run(
+    door = admit(world, engine, has_turn_model=judge is not None, **query).door
+    told = world.behind(door, engine, delay_s, judge).run(
         [*audio, *((audio[-1][0], frame) for frame in (*then, CLOSE))]
     )
     return [item.frame if isinstance(item.frame, Close) else json.loads(item.frame) for item in told]
@@ -109,6 +110,38 @@ def test_a_higher_threshold_waits_longer(world) -> None:
     scene = marked(world, ".", ".", pause_s=0.7, last_s=3.0)
     assert len(turns(play(world, scene, eot_threshold="0.5"), "EndOfTurn")) == 2
     assert len(turns(play(world, scene, eot_threshold="1.0"), "EndOfTurn")) == 1
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3])
+def test_the_model_of_turns_ends_turns_from_its_threshold_on(world, delay_s) -> None:
+    scene = marked(world, ",", ",", ",", last_s=7.0)
+    messages = play(world, scene, judge=world.TurnJudge([0.65, 0.75, 0.1]), delay_s=delay_s)
+    assert_sound(messages)
+    ends = turns(messages, "EndOfTurn")
+    assert [(m["transcript"], m["trigger"]) for m in ends] == [("w0 w1, w2 w3,", "model"), ("w4 w5,", "timeout")]
+    assert [m["end_of_turn_confidence"] for m in ends] == [0.75, 0.1]
+
+
+def test_the_eager_threshold_is_the_probability_of_an_eager_end(world) -> None:
+    scene = marked(world, ",", ",", ",", pause_s=0.6, last_s=3.0)
+    messages = play(world, scene, judge=world.TurnJudge([0.35, 0.45, 0.9]), eager_eot_threshold="0.4")
+    assert_sound(messages)
+    told = [(m["event"], m["end_of_turn_confidence"]) for m in turns(messages) if m["event"] != "Update"]
+    assert [event for event, _ in told] == [
+        "StartOfTurn",
+        "EagerEndOfTurn",
+        "TurnResumed",
+        "EagerEndOfTurn",
+        "EndOfTurn",
+    ]
+    assert [confidence for event, confidence in told if event.endswith("EndOfTurn")] == [0.45, 0.9, 0.9]
+    assert turns(messages, "EagerEndOfTurn")[0]["transcript"] == "w0 w1, w2 w3,"
+
+
+def test_a_turn_that_reads_complete_ends_though_the_model_doubts_it(world) -> None:
+    scene = marked(world, ".", last_s=4.0)
+    [end] = turns(play(world, scene, judge=world.TurnJudge([0.1])), "EndOfTurn")
+    assert (end["transcript"], end["trigger"]) == ("w0 w1.", "timeout")
 
 
 def test_speech_without_words_is_no_turn(world) -> None:

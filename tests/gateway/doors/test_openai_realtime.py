@@ -16,6 +16,7 @@ from gateway.doors.door import AdmissionError
 from gateway.effects import Close
 from gateway.errors import ServerError
 from gateway.pcm import AudioFormat, decode
+from streaming.capability import Capability
 from streaming.transcript import Word
 from vad.audio import SAMPLE_RATE_HZ
 
@@ -370,6 +371,51 @@ def test_semantic_vad_waits_no_longer_than_its_eagerness_says(world) -> None:
         [at_s] = [item.at_s for item in told if "speech_stopped" in item.frame]
         ends_ms.append(round((at_s - 0.85) * 1_000))
     assert ends_ms == pytest.approx([8_000, 4_000, 2_000], abs=120)
+
+
+JUDGED_AS_OVER_S = {
+    "low": (0.7, 0.8),
+    "medium": (0.6, 0.5),
+    "high": (0.5, 0.3),
+}  # from which probability, after how long
+
+
+@pytest.mark.parametrize("eagerness", JUDGED_AS_OVER_S)
+def test_semantic_vad_goes_by_the_model_of_turns_where_there_is_one(world, eagerness) -> None:
+    threshold, done_s = JUDGED_AS_OVER_S[eagerness]
+    for mark, probability, expected_s in (
+        (",", threshold, done_s),
+        (".", threshold - 0.01, {"low": 2.5, "medium": 1.5, "high": 1.0}[eagerness]),
+        (",", threshold - 0.01, {"low": 8.0, "medium": 4.0, "high": 2.0}[eagerness]),
+    ):
+        scene = with_marks(world, [mark])
+        engine, judge = world.Engine(scene.words), world.TurnJudge([probability])
+        door = openai_realtime.open_door(world.knock(), world.house(engine, has_turn_model=True)).door
+        told = world.behind(door, engine, judge=judge).run(
+            live(scene, {"type": "semantic_vad", "eagerness": eagerness})
+        )
+        [at_s] = [item.at_s for item in told if "speech_stopped" in item.frame]
+        assert at_s - 0.85 == pytest.approx(expected_s, abs=0.12)
+
+
+def test_with_a_model_of_turns_punctuation_is_not_needed(world) -> None:
+    engine = world.Engine(world.make_scene([0.5, 2, 1.5]).words)
+    engine.card = replace(engine.card, capabilities=engine.card.capabilities - {Capability.PUNCTUATION})
+    scene = world.make_scene([0.5, 2, 1.5])
+    door = openai_realtime.open_door(world.knock(), world.house(engine, has_turn_model=True)).door
+    told = world.behind(door, engine, judge=world.TurnJudge([0.9])).run(live(scene, {"type": "semantic_vad"}))
+    assert [item for item in told if "speech_stopped" in item.frame]
+
+
+def test_from_semantic_vad_back_to_server_vad_nothing_is_judged(world) -> None:
+    scene = world.make_scene([0.5, 1, 1.0, 1, 1.0])
+    engine, judge = world.Engine(scene.words), world.TurnJudge([0.9])
+    door = openai_realtime.open_door(world.knock(), world.house(engine, has_turn_model=True)).door
+    frames = live(scene, {"type": "semantic_vad"})
+    middle = next(index for index, (at_s, _) in enumerate(frames) if at_s > 0.6)
+    frames[middle:middle] = [(frames[middle][0], update({"type": "server_vad"}))]
+    world.behind(door, engine, judge=judge).run(frames)
+    assert len(judge.heard) == 1  # in the turn that had begun before
 
 
 def test_semantic_vad_is_reported_as_it_is_in_force(world) -> None:
