@@ -15,7 +15,7 @@ from .config import ParakeetConfig
 
 _TOKENS = "decoder.embedding.weight"
 _LSTM = "decoder.lstm"
-_PROJECTOR = "decoder.decoder_projector"
+PROJECTOR = "decoder.decoder_projector"
 _HEAD = "joint.head"
 
 
@@ -37,7 +37,7 @@ def transducer_graph(config: ParakeetConfig, *, n_frames: int, max_slots: int = 
     x = step.lookup("token", tokens=_TOKENS)
     for layer in range(config.n_predictor_layers):
         x = step.lstm_step(f"lstm.{layer}", x, config.d_predictor, layer=layer, weights=_lstm_weights(layer))
-    x = step.linear("predicted", x, config.d_predictor, weight=f"{_PROJECTOR}.weight", bias=f"{_PROJECTOR}.bias")
+    x = step.linear("predicted", x, config.d_predictor, weight=f"{PROJECTOR}.weight", bias=f"{PROJECTOR}.bias")
     step.transduce("next", step.joint("joint", x, weight=f"{_HEAD}.weight", bias=f"{_HEAD}.bias"))
     return step.build()
 

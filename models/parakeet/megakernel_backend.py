@@ -1,0 +1,221 @@
+"""Parakeet with its prediction and joint networks in the megakernel: frames and states into slots, records back.
+
+Several streams are decoded together, each in a slot of its own. A stream's state is a value: a slot remembers nothing
+between calls. Knows slots, requests and records. Does not know how the device runs (``megakernel.runtime``) or what the
+encoder computes.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from megakernel.compile import compile_program
+from megakernel.cubin import bitmap_words
+from megakernel.device import Device, target_for
+from megakernel.errors import DeviceError
+from megakernel.launcher import Event, Launcher, TransducerBuffers
+from megakernel.mailbox import DoneRecord, EmissionRecord, Record
+from megakernel.request import TransducerRequest
+from megakernel.runtime import Runtime
+from megakernel.selftest_transducer import ensure_transducer_right
+
+from ..backends import BackendError, device_errors
+from .graph import PROJECTOR, graph_constants, transducer_graph
+from .greedy import Emission, TransducerState
+from .reference import Parakeet
+
+log = logging.getLogger(__name__)
+
+MAX_FRAMES = 512  # of one request; more are decoded in pieces, which changes nothing
+_WAIT_S = 1.0  # at a time; the runtime itself finds out when the device stalls
+
+
+class SlotRuntime(Protocol):
+    """What is needed of ``megakernel.runtime.Runtime``. Every method may raise ``DeviceError``."""
+
+    def open(self, slot: int, request: TransducerRequest, *, after: Event | None = None) -> int:
+        """Ask for ``request``; the slot must be free. Its ticket."""
+
+    def burst(self) -> None:
+        """Begin with what was opened."""
+
+    def wait(self, timeout_s: float) -> Sequence[Record]:
+        """The next records; none after ``timeout_s``, or when nothing is open."""
+
+    def leave(self) -> None:
+        """With nothing open, have the device free for others when this returns."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What is left of one stream's frames, and what they have said."""
+
+    frames: Tensor  # [T, P]
+    state: TransducerState
+    begins: bool = False
+    n_done: int = 0  # frames given
+    emissions: list[Emission] = field(default_factory=list)
+
+    @property
+    def n_left(self) -> int:
+        return len(self.frames) - self.n_done
+
+
+class MegakernelDecoder:
+    """See ``greedy.TransducerDecoder``. States are float32, on the device."""
+
+    def __init__(self, runtime: SlotRuntime, buffers: TransducerBuffers, projector: tuple[Tensor, Tensor]) -> None:
+        """``projector``: weight [P, P] and bias [P] behind the prediction network, float32, on the buffers' device."""
+        self._runtime = runtime
+        self._buffers = buffers
+        self._projector = projector
+        self._start: TransducerState | None = None
+
+    @torch.inference_mode()
+    def start(self) -> TransducerState:
+        """See ``TransducerDecoder``. The first call asks the device."""
+        if self._start is None:
+            state = self._buffers.state_in
+            nothing = TransducerState(state[0, :, 0], state[0, :, 1], state[0, 0, 0])
+            stream = _Stream(self._buffers.frames[0, :0], nothing, begins=True)
+            with _runtime_errors():
+                self._round([stream])
+            self._start = stream.state
+        return self._start
+
+    @torch.inference_mode()
+    def decode(self, batch: Sequence[tuple[Tensor, TransducerState]]) -> list[tuple[list[Emission], TransducerState]]:
+        """See ``TransducerDecoder``."""
+        streams = [_Stream(frames, state) for frames, state in batch]
+        with _runtime_errors():
+            while under_way := [stream for stream in streams if stream.n_left]:
+                self._round(under_way[: len(self._buffers.frames)])
+        return [(stream.emissions, stream.state) for stream in streams]
+
+    def close(self) -> None:
+        """Give everything back. A kernel that can't be stopped keeps its memory, and perhaps the device."""
+        try:
+            self._runtime.close()
+        except DeviceError as error:
+            log.warning("the device was not given back: %s", error)
+
+    def _round(self, streams: Sequence[_Stream]) -> None:
+        """The next piece of each stream, one a slot."""
+        lengths = [min(stream.n_left, self._buffers.frames.shape[1]) for stream in streams]
+        asked: dict[int, int] = {}  # slot → frames
+        for slot, (stream, n_frames) in enumerate(zip(streams, lengths, strict=True)):
+            if stream.begins or stream.state.time_jump < n_frames:
+                asked[slot] = n_frames
+            else:  # passed over as a whole
+                stream.state = replace(stream.state, time_jump=stream.state.time_jump - n_frames)
+                stream.n_done += n_frames
+        if asked:
+            self._run({slot: streams[slot] for slot in asked}, asked)
+
+    def _run(self, streams: dict[int, _Stream], lengths: dict[int, int]) -> None:
+        states = torch.stack([torch.stack((each.state.hidden, each.state.cell), dim=1) for each in streams.values()])
+        slots = list(streams)
+        self._buffers.state_in[slots] = states.to(self._buffers.state_in)
+        for slot, stream in streams.items():
+            piece = stream.frames[stream.n_done : stream.n_done + lengths[slot]]
+            self._buffers.frames[slot, : lengths[slot]] = piece.to(self._buffers.frames)
+        ready = _recorded(self._buffers.frames.device)
+        for slot, stream in streams.items():
+            first = 0 if stream.begins else stream.state.time_jump
+            self._runtime.open(slot, TransducerRequest(lengths[slot], first, stream.begins), after=ready)
+        jumps = self._collect(streams)
+        found = self._buffers.state_out[slots].clone()  # [streams, L, 2, P]
+        projected = functional.linear(found[:, -1, 0], *self._projector)
+        for index, (slot, stream) in enumerate(streams.items()):
+            hidden, cell = found[index, :, 0], found[index, :, 1]
+            stream.state = TransducerState(hidden, cell, projected[index], time_jump=jumps[slot])
+            stream.n_done += lengths[slot]
+
+    def _collect(self, streams: dict[int, _Stream]) -> dict[int, int]:
+        """Emissions to their streams until all slots are done; then by how many frames each has gone past its last."""
+        jumps: dict[int, int] = {}
+        self._runtime.burst()
+        while len(jumps) < len(streams):
+            for record in self._runtime.wait(_WAIT_S):
+                match record:
+                    case EmissionRecord():
+                        stream = streams[record.slot]
+                        frame = stream.n_done + record.frame
+                        emission = Emission(record.token, frame, record.duration, record.log_probability)
+                        stream.emissions.append(emission)
+                    case DoneRecord():
+                        jumps[record.slot] = record.n_verified
+        self._runtime.leave()
+        return jumps
+
+
+def _recorded(device: torch.device) -> Event | None:
+    """An event behind what was put on the device's stream; ``None`` on the CPU, where everything is done already."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it out
+    event.record()
+    return event
+
+
+class MegakernelBackend:
+    """See ``backend.Backend``: an encoder in torch, and the rest in the megakernel."""
+
+    def __init__(
+        self,
+        listen: Callable[[Sequence[NDArray[np.float32]]], list[Tensor]],
+        decoder: MegakernelDecoder,
+        *,
+        max_buffers: int,
+    ) -> None:
+        """``listen`` turns buffers of samples into projected frames."""
+        self.max_buffers = max_buffers
+        self._listen = listen
+        self._decoder = decoder
+        self.start, self.decode, self.close = decoder.start, decoder.decode, decoder.close
+
+    def listen(self, buffers: Sequence[NDArray[np.float32]]) -> list[Tensor]:
+        """See ``Backend``."""
+        with device_errors():
+            return self._listen(buffers)
+
+
+def decoder_on(model: Parakeet, device: Device, *, cache: Path | None, n_frames: int = MAX_FRAMES) -> MegakernelDecoder:
+    """The decoder of ``model``'s weights on a GPU, tested. Compiled kernels are kept in ``cache``.
+
+    Raises:
+        DeviceError, CompileError: if the device can't run it, or computes something else.
+    """
+    graph = transducer_graph(model.config, n_frames=n_frames)
+    program = compile_program(graph, target_for(device))
+    constants = graph_constants(graph, model.state_dict())
+    no_rules = np.zeros((1, 2, bitmap_words(graph.sizes.n_tokens)), np.uint32)
+    launcher = Launcher.load(program, constants, no_rules, device=device, cache=cache)
+    runtime = Runtime(program, launcher, n_rules=len(no_rules))
+    ensure_transducer_right(runtime, launcher, constants, cache=cache)
+    buffers = launcher.buffers.transducer
+    assert buffers is not None, "a transducer's launcher has its buffers"
+    on = buffers.state_in.device
+    weight, bias = (constants[f"{PROJECTOR}.{name}"].to(on, torch.float32) for name in ("weight", "bias"))
+    return MegakernelDecoder(runtime, buffers, (weight, bias))
+
+
+@contextmanager
+def _runtime_errors() -> Iterator[None]:
+    try:
+        with device_errors():
+            yield
+    except DeviceError as error:
+        raise BackendError(f"{type(error).__name__}: {error}") from error
