@@ -38,6 +38,11 @@ def bucket(n_frames: int) -> int:
     return -(-n_frames // _LONG_STEP_FRAMES) * _LONG_STEP_FRAMES
 
 
+def buckets(max_frames: int) -> list[int]:
+    """Every bucket of buffers up to ``max_frames``."""
+    return sorted({bucket(n_frames) for n_frames in range(1, max_frames + 1)})
+
+
 def n_frames_of(n_samples: int) -> int:
     """Encoder frames of a buffer: those of its whole mel frames, the last of which may be short."""
     return -(-(n_samples // HOP_SAMPLES) // (FRAME_SAMPLES // HOP_SAMPLES))
@@ -208,7 +213,8 @@ class Listener:
     def prepare(self, shapes: Sequence[tuple[int, int]]) -> None:
         """Have what is needed for passes of these (buffers, frames) ready before it is asked for."""
         for batch, n_frames in shapes:
-            self._of(*passes([n_frames] * batch)[0][:2])
+            for padded_batch, room, _ in passes([n_frames] * batch):
+                self._of(padded_batch, room)
 
     @torch.inference_mode()
     def listen(self, buffers: Sequence[NDArray[np.float32]]) -> list[Tensor]:
@@ -257,7 +263,7 @@ class _Captured:
         self._samples = self._host_samples.to(device)
         self._lengths = self._host_lengths.to(device)
         work = partial(stage, self._samples, Lengths.of(self._lengths, room))
-        self._replay: Callable[[], Tensor] = work if stream is None else _capture(work, stream, pool)
+        self._replay: Callable[[], Tensor] = work if stream is None else capture(work, stream, pool)
 
     def run(self, buffers: Sequence[NDArray[np.float32]]) -> Tensor:
         """Frames [buffers with padding, T, P] of a batch, complete, which are the caller's."""
@@ -280,15 +286,11 @@ class _Captured:
             lengths[:, row] = n, n // HOP_SAMPLES, n_frames_of(n)
 
 
-_N_WARM_UPS = 2  # libraries choose and allocate in the first
-
-
-def _capture(work: Callable[[], Tensor], stream: torch.cuda.Stream, pool: Any) -> Callable[[], Tensor]:
+def capture(work: Callable[[], Tensor], stream: torch.cuda.Stream, pool: Any) -> Callable[[], Tensor]:
     """``work`` as a graph that gives the same result. Not by ``torch.cuda.graph``, which collects garbage first."""
     graph: Any = torch.cuda.CUDAGraph()  # its methods have no types
     with on(stream), torch.inference_mode():
-        for _ in range(_N_WARM_UPS):
-            work()
+        work()  # in which libraries choose and allocate
         stream.synchronize()
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
