@@ -392,10 +392,11 @@ def main() -> None:
     parser.add_argument("--doors", nargs="+", choices=RECIPES, default=list(RECIPES), help="all unless some are named")
     arguments = parser.parse_args()
     from models.catalog import load_engine
+    from vad.levels import TwoLevelDetector
     from vad.silero import SileroDetector
 
     engine = RememberingEngine(load_engine(arguments.model, n_threads=1))
-    detector = RememberingDetector(SileroDetector())
+    detector = RememberingDetector(TwoLevelDetector(SileroDetector()))
     tallies = {name: Tally() for name in arguments.doors}
     for recording_id, samples in readable(arguments.manifest, arguments.every):
         for name, tally in tallies.items():

@@ -30,7 +30,9 @@ from streaming.pacing import Pacing
 from streaming.transcript import Hypothesis
 from streaming.utterance import CommitPolicy
 from vad.audio import SAMPLE_RATE_HZ, samples_from_ms
+from vad.detector import SpeechDetector
 from vad.gate import GateSettings
+from vad.levels import TwoLevelDetector
 from vad.silero import SileroDetector
 
 PACKET_SAMPLES = 800  # 50 ms, as browsers and telephony bridges send
@@ -62,7 +64,7 @@ class Figures:
 
 
 def play(
-    recording: Recording, engine: SpeechEngine, detector: SileroDetector, config: SessionConfig, gate: GateSettings
+    recording: Recording, engine: SpeechEngine, detector: SpeechDetector, config: SessionConfig, gate: GateSettings
 ) -> tuple[list[Seen], Simulation]:
     """One clip in real time, with a second and a half of silence behind it."""
     samples = np.concatenate([recording.samples(), np.zeros(SAMPLE_RATE_HZ * 3 // 2, np.float32)])
@@ -220,13 +222,13 @@ VARIANTS = (
 )
 
 _engine: SpeechEngine
-_detector: SileroDetector
+_detector: SpeechDetector
 
 
 def _load(model: str) -> None:
     """Once in each process."""
     global _engine, _detector
-    _engine, _detector = load_engine(model, n_threads=1), SileroDetector()
+    _engine, _detector = load_engine(model, n_threads=1), TwoLevelDetector(SileroDetector())
 
 
 def _run(task: tuple[Variant | None, Recording]) -> tuple[Variant | None, Figures]:

@@ -24,6 +24,7 @@ from vad.audio import SAMPLE_RATE_HZ, samples_from_ms, seconds
 from vad.detector import SpeechDetector
 from vad.framer import WINDOW_SAMPLES, Framer, padded
 from vad.gate import Gate, GateSettings, SpeechEnded, SpeechStarted
+from vad.levels import TwoLevelDetector
 from vad.silero import SileroDetector
 
 DEFAULT_MANIFEST = Path(__file__).parents[2] / "shared" / "audio" / "manifest.jsonl"
@@ -80,12 +81,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--manifest", type=Path, default=DEFAULT_MANIFEST)
     arguments = parser.parse_args()
-    detector = SileroDetector()
+    one_level = SileroDetector()
+    detector = TwoLevelDetector(one_level)
     clips = list(read_clips(arguments.manifest, detector))
     print(heading("The speech gate on recordings"))
     print(f"One thread. {len(clips)} clips, {sum(seconds(clip.n_samples) for clip in clips) / 60:.0f} minutes.\n")
     _print_non_speech(clips)
-    _print_settings(clips)
+    _print_settings(clips, list(read_clips(arguments.manifest, one_level)))
     _print_kinds(clips)
     _print_lost_words(clips)
     _print_hangovers(clips)
@@ -155,23 +157,26 @@ def _print_non_speech(clips: Sequence[Clip]) -> None:
         _print_row(clip.clip_id, f"{clip.peak_dbfs:.0f}", f"{highest:.2f}", n_above, f"{in_spans_s:.2f}")
 
 
-def _print_settings(clips: Sequence[Clip]) -> None:
+def _print_settings(clips: Sequence[Clip], at_one_level: Sequence[Clip]) -> None:
     print("\n## Settings\n")
     _print_row("settings", "words lost", "words not whole", "of", "seconds of non-speech in spans", "spans")
     _print_row(*["---"] * 6)
     for settings in SETTINGS:
-        shares = [
-            _share_inside(word, spans) for clip in clips for spans in [_spans_of(clip, settings)] for word in clip.words
-        ]
-        non_speech_s = sum(
-            seconds(span.end_sample - span.start_sample)
-            for clip in _of_kind(clips, "nonspeech")
-            for span in _spans_of(clip, settings)
-        )
-        n_spans = sum(len(_spans_of(clip, settings)) for clip in clips if clip.words)
-        _print_row(
-            _name_of(settings), _count(shares, 0.5), _count(shares, 0.9), len(shares), f"{non_speech_s:.1f}", n_spans
-        )
+        _print_setting(_name_of(settings), settings, clips)
+    _print_setting("default, the detector at one level", GateSettings(), at_one_level)
+
+
+def _print_setting(name: str, settings: GateSettings, clips: Sequence[Clip]) -> None:
+    shares = [
+        _share_inside(word, spans) for clip in clips for spans in [_spans_of(clip, settings)] for word in clip.words
+    ]
+    non_speech_s = sum(
+        seconds(span.end_sample - span.start_sample)
+        for clip in _of_kind(clips, "nonspeech")
+        for span in _spans_of(clip, settings)
+    )
+    n_spans = sum(len(_spans_of(clip, settings)) for clip in clips if clip.words)
+    _print_row(name, _count(shares, 0.5), _count(shares, 0.9), len(shares), f"{non_speech_s:.1f}", n_spans)
 
 
 def _name_of(settings: GateSettings) -> str:

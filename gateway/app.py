@@ -41,6 +41,7 @@ from streaming.engine import SpeechEngine
 from streaming.transducer import chunking_of
 from vad.audio import samples_from_ms
 from vad.detector import SpeechDetector
+from vad.levels import TwoLevelDetector
 from vad.silero import SileroDetector
 from vad.turn import TurnDetector
 
@@ -92,7 +93,7 @@ def build_app(
     """
     _check_capabilities(config, engines)
     _check_chunks(config, engines)
-    detector = detector or SileroDetector()
+    detector = detector or TwoLevelDetector(SileroDetector())
     models = {name: ServedModel(engine.card, engine) for name, engine in engines.items()}
     turn_model = None if turn_detector is None else turn_detector.name
     worker = Worker(engines, detector, turn_detector)

@@ -86,10 +86,11 @@ def run(arguments: argparse.Namespace) -> int:
     samples = _read(arguments.file, arguments.channel)
     with waiting(f"loading {arguments.model}"):
         from models.catalog import load_engine  # torch
+        from vad.levels import TwoLevelDetector
         from vad.silero import SileroDetector  # onnxruntime
 
         engine = load_engine(arguments.model, n_threads=arguments.threads)
-        detector = SileroDetector()
+        detector = TwoLevelDetector(SileroDetector())
     if not isinstance(engine, RecordingEngine):
         raise CommandError(f"{arguments.model} takes no whole recordings; `senseway stream` works with it")
     options = DecodeOptions(

@@ -13,6 +13,7 @@ from models.catalog import load_engine
 from models.errors import ModelUnavailableError
 from models.store import recording
 from tests.serving import served
+from vad.levels import TwoLevelDetector
 from vad.silero import SileroDetector
 
 SPEECH_TEXT = (
@@ -59,5 +60,5 @@ def server_address() -> Iterator[str]:
         engine = load_engine("whisper-tiny.en", n_threads=1)
     except ModelUnavailableError as error:
         pytest.skip(f"the weights can't be had here: {error}")
-    with served(engine, SileroDetector(), keys=[KEY]) as address:
+    with served(engine, TwoLevelDetector(SileroDetector()), keys=[KEY]) as address:
         yield address

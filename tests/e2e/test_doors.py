@@ -17,6 +17,7 @@ from models.store import recording
 from streaming.engine import SpeechEngine
 from vad.audio import SAMPLE_RATE_HZ
 from vad.detector import SpeechDetector
+from vad.levels import TwoLevelDetector
 from vad.silero import SileroDetector
 
 pytestmark = [pytest.mark.weights, pytest.mark.e2e]
@@ -35,7 +36,7 @@ def engine() -> SpeechEngine:
 
 @cache
 def detector() -> SpeechDetector:
-    return RememberingDetector(SileroDetector())
+    return RememberingDetector(TwoLevelDetector(SileroDetector()))
 
 
 @cache

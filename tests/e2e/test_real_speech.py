@@ -32,7 +32,9 @@ from models.errors import ModelUnavailableError
 from models.store import BECKETT_TEXT, TWO_CITIES_TEXT, recording
 from streaming.engine import Chunk, DecodeOptions, SpeechEngine
 from vad.audio import SAMPLE_RATE_HZ, SpeechSpan
+from vad.detector import SpeechDetector
 from vad.gate import GateSettings
+from vad.levels import TwoLevelDetector
 from vad.silero import SileroDetector
 
 pytestmark = [pytest.mark.weights, pytest.mark.e2e]
@@ -57,8 +59,8 @@ def engine() -> SpeechEngine:
 
 
 @cache
-def detector() -> SileroDetector:
-    return SileroDetector()
+def detector() -> SpeechDetector:
+    return TwoLevelDetector(SileroDetector())
 
 
 @cache
