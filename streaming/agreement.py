@@ -47,6 +47,16 @@ def ends_before(words: Sequence[Word], horizon_sample: int) -> int:
     return n
 
 
+def sure(words: Sequence[Word], least_confidence: float) -> int:
+    """Number of leading words that the model is sure of; words of an engine that states no confidence all count."""
+    n = 0
+    for word in words:
+        if word.confidence is not None and word.confidence < least_confidence:
+            break
+        n += 1
+    return n
+
+
 def whole_words(words: Sequence[Word], n: int) -> int:
     """``n``, lowered until what follows begins a new word: a piece that continues a word settles together with it."""
     while 0 < n < len(words) and continues(words[n]):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
-from streaming.agreement import after, agree, ends_before, whole_words
+from streaming.agreement import after, agree, ends_before, sure, whole_words
 from streaming.context import Context
 from streaming.endpoint import reads_complete
 from streaming.guards import gives_up, is_looping, is_too_fast, without_loop
@@ -23,17 +23,25 @@ from vad.audio import SpeechSpan, samples_from_ms
 # AlignAtt does with one and so keeps a wider margin. Figures: benchmarks/results/streaming_policies.md.
 AGREEMENT_MARGIN_SAMPLES = samples_from_ms(1_600)
 ATTENTION_MARGIN_SAMPLES = samples_from_ms(2_500)
+# What follows a word that the model doubts may still correct it, though two hypotheses agree on it: at the start of an
+# utterance both know little. Such a word, and what stands behind it, is heard longer before it counts as settled.
+SURE_CONFIDENCE = 0.7
+DOUBT_MARGIN_SAMPLES = samples_from_ms(5_000)
 CUT_MARGIN_SAMPLES = samples_from_ms(600)
 
 Settle = Callable[[Sequence[Word], Sequence[Word], int], int]
 
 
 def settle_by_agreement(previous: Sequence[Word], current: Sequence[Word], end_sample: int) -> int:
-    """LocalAgreement-2: settled is what two hypotheses in a row say, but for a last word at the edge of the audio."""
+    """LocalAgreement-2: settled is what two hypotheses in a row say, but for words near the edge of the audio.
+
+    The edge is wider for words that the model doubts.
+    """
     n = agree(previous, current)
     if n and current[n - 1].end_sample is None:
         return whole_words(current, n - 1)
-    return whole_words(current, min(n, ends_before(current, end_sample - AGREEMENT_MARGIN_SAMPLES)))
+    n_sure = max(sure(current, SURE_CONFIDENCE), ends_before(current, end_sample - DOUBT_MARGIN_SAMPLES))
+    return whole_words(current, min(n, n_sure, ends_before(current, end_sample - AGREEMENT_MARGIN_SAMPLES)))
 
 
 def settle_by_attention(previous: Sequence[Word], current: Sequence[Word], end_sample: int) -> int:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streaming.agreement import after, agree, continues, ends_before, normalised, whole_words
+from streaming.agreement import after, agree, continues, ends_before, normalised, sure, whole_words
 from streaming.transcript import Word
 
 TEXTS = st.lists(st.sampled_from([" the", " The", " best", " best,", " of", " times", "."]), max_size=8)
@@ -41,6 +41,15 @@ def test_a_word_attended_to_at_the_edge_is_not_settled() -> None:
 
 def test_words_without_times_are_never_settled_by_attention() -> None:
     assert ends_before((Word(" the", None, None, None),), 1 << 40) == 0
+
+
+def test_what_stands_behind_a_doubtful_word_is_not_sure_either() -> None:
+    words = tuple(Word(" the", 0, 0, confidence) for confidence in (0.9, 0.6, 0.59, 0.9))
+    assert sure(words, 0.6) == 2
+
+
+def test_words_without_confidence_are_sure() -> None:
+    assert sure(said(" the", " best"), 0.99) == 2
 
 
 def test_a_piece_that_continues_a_word_settles_together_with_it() -> None:

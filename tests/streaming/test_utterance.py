@@ -1,6 +1,7 @@
 """One utterance: when it asks for a decode, what it settles, where it cuts, when it is over."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,8 @@ from streaming.transcript import EndReason, Hypothesis, Quality, Segment, Word
 from streaming.utterance import (
     AGREEMENT_MARGIN_SAMPLES,
     ATTENTION_MARGIN_SAMPLES,
+    DOUBT_MARGIN_SAMPLES,
+    SURE_CONFIDENCE,
     CommitPolicy,
     Purpose,
     Utterance,
@@ -94,6 +97,15 @@ def test_a_hypothesis_that_changes_nothing_is_not_shown_again() -> None:
     spoken.heard(16_000)
     spoken.next_request()
     assert spoken.decoded(hypothesis(words("it"))) == []
+
+
+def test_a_doubtful_word_and_those_behind_it_settle_only_once_much_more_was_heard() -> None:
+    heard = words("it was the best of times")  # each 0.25 s
+    heard = (heard[0], replace(heard[1], confidence=SURE_CONFIDENCE - 0.01), *heard[2:])
+    assert settle_by_agreement(heard, heard, 64_000) == 1
+    assert settle_by_agreement(heard, heard, 7_599 + DOUBT_MARGIN_SAMPLES) == 1
+    assert settle_by_agreement(heard, heard, 7_600 + DOUBT_MARGIN_SAMPLES) == 2
+    assert settle_by_agreement(heard, heard, 24_000 + DOUBT_MARGIN_SAMPLES) == 6
 
 
 def test_attention_settles_with_one_hypothesis_what_lies_well_before_the_edge() -> None:
