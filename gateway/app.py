@@ -16,6 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 from starlette.websockets import WebSocket
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.http11 import Request as Handshake
 
 from gateway.audiosocket import audiosocket_listener
 from gateway.config import Config, ConfigError
@@ -55,6 +57,7 @@ WEBSOCKET_DOORS: Mapping[str, DoorKind] = {
     "/telephony/{provider}": telephony,
     "/telephony/{provider}/{key}": telephony,
 }
+MAX_FRAME_BYTES_AT: Mapping[str, int] = {"/v1/realtime": openai_realtime.MAX_EVENT_BYTES}  # elsewhere MAX_FRAME_BYTES
 REQUEST_DOORS: Mapping[str, tuple[DoorKind, Callable[[Request], Awaitable[Upload]]]] = {
     "/v1/audio/transcriptions": (openai_rest, read_form),
     "/v1/audio/translations": (openai_rest, read_form),
@@ -227,6 +230,17 @@ def _model(served: ServedModel) -> dict[str, Any]:
     return {"id": item.name, "object": "model", "created": 0, "owned_by": "senseway", **ours}
 
 
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's, but with a largest frame of each door's own: a longer one is refused before it has been read."""
+
+    def handle_connect(self, event: Handshake) -> None:
+        """See ``WebSocketsSansIOProtocol``."""
+        path = event.path.partition("?")[0]
+        name = "max_message_size" if hasattr(self.conn, "max_message_size") else "max_size"  # in websockets 15
+        setattr(self.conn, name, MAX_FRAME_BYTES_AT.get(path, MAX_FRAME_BYTES))
+        super().handle_connect(event)
+
+
 class UvicornServer(uvicorn.Server):
     """uvicorn, but that clients hear from us that the server stops: it closes connections before the app may speak."""
 
@@ -255,7 +269,7 @@ def uvicorn_config(config: Config, app: Starlette) -> uvicorn.Config:
         app,
         host=config.server.host,
         port=config.server.port,
-        ws="websockets-sansio",
+        ws=WebSocketProtocol,
         ws_max_size=MAX_FRAME_BYTES,
         ws_per_message_deflate=False,
         ws_ping_interval=PING_INTERVAL_S,

@@ -452,7 +452,7 @@ class Server:
         self._set_timer(connection)
 
     async def _tell_audio(self, connection: Connection, track: int, data: bytes) -> None:
-        """Hand over audio piece by piece, with a turn for the others in between: a frame may hold two minutes."""
+        """Hand over audio piece by piece, with a turn for the others in between: a frame may hold minutes."""
         seat = connection.seats.get(track)
         if seat is None:
             return
@@ -460,6 +460,7 @@ class Server:
         for start in range(0, max(1, len(data)), piece_bytes):
             if start:
                 await asyncio.sleep(0)
+                await seat.has_room.wait()  # an append of OpenAI's protocol may hold half an hour
                 if connection.closing is not None:
                     return
             piece = Audio(data[start : start + piece_bytes])

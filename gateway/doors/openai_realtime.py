@@ -63,6 +63,8 @@ NAME = "openai_realtime"
 RESUMES = False
 SESSION_LIFE_S = 3_600  # what ``expires_at`` says; nothing ends here at that time
 PASS_LIFE_S = 600
+MAX_APPEND_BYTES = 15 << 20  # of audio in one event: upstream's own limit
+MAX_EVENT_BYTES = 24 << 20  # base64 makes 20 MiB of that; what is somewhat larger is answered, not cut off
 PASS_LIVES_S = range(10, 7_201)
 _TRACK = 0
 # Close codes that clients of this protocol come back on, where coming back helps.
@@ -195,6 +197,9 @@ class RealtimeDoor:
             data = binascii.a2b_base64(encoded, strict_mode=True)
         except (binascii.Error, ValueError) as error:
             raise BadValueError("audio", f"audio is not base64: {error}") from error
+        if len(data) > MAX_APPEND_BYTES:
+            said = f"an append has {len(data)} bytes of audio; at most {MAX_APPEND_BYTES} are taken at once"
+            raise BadValueError("audio", said, code="input_audio_buffer_append_too_large")
         if not data:
             return []
         effects: list[DoorEffect] = []

@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import httpx2
+import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from gateway.client import ConnectionFailedError, Hello, connect_sync
+from gateway.doors.openai_realtime import MAX_APPEND_BYTES, MAX_EVENT_BYTES
 from models.scripted import ScriptedEngine, recite
 from tests.serving import DEADLINE_S, served, speech
 
@@ -180,7 +182,7 @@ def test_a_place_taken_meanwhile_is_a_1013(engine) -> None:
 # ---------------------------------------------------------------- size, rate, idle time
 
 
-@pytest.mark.parametrize("path", DOORS)
+@pytest.mark.parametrize("path", [path for path in DOORS if path != "/v1/realtime"])
 def test_a_message_too_large_closes_with_1009_and_says_how_large_it_may_be(engine, path) -> None:
     with served(engine) as address, connect(f"ws://{address}{path}", compression=None) as stream:
         with pytest.raises(ConnectionClosed) as caught:
@@ -191,9 +193,44 @@ def test_a_message_too_large_closes_with_1009_and_says_how_large_it_may_be(engin
             assert caught.value.rcvd.code == 1009 and "1048576" in caught.value.rcvd.reason
 
 
-def test_the_largest_append_that_the_documents_name_is_taken(engine) -> None:
+def test_an_event_of_openais_protocol_far_too_large_closes_with_1009(engine) -> None:
     with served(engine) as address, connect(f"ws://{address}/v1/realtime", compression=None) as stream:
-        audio = base64.b64encode(bytes(786_000)).decode()
+        with pytest.raises(ConnectionClosed) as caught:
+            stream.send("x" * (MAX_EVENT_BYTES + 1))
+            while True:
+                stream.recv(timeout=DEADLINE_S)
+        if caught.value.rcvd is not None:
+            assert caught.value.rcvd.code == 1009 and str(MAX_EVENT_BYTES) in caught.value.rcvd.reason
+
+
+def test_an_append_over_the_limit_is_refused_and_the_session_lives(engine) -> None:
+    with served(engine) as address, connect(f"ws://{address}/v1/realtime", compression=None) as stream:
+        given = {"format": {"type": "audio/pcm", "rate": 16_000}, "turn_detection": None}
+        stream.send(json.dumps({"type": "session.update", "session": {"audio": {"input": given}}}))
+        for audio in (speech(2.0), bytes(MAX_APPEND_BYTES + 1)):
+            encoded = base64.b64encode(audio).decode()
+            stream.send(json.dumps({"type": "input_audio_buffer.append", "audio": encoded}))
+        error = hear(stream, "error")["error"]
+        assert (error["param"], error["code"]) == ("audio", "input_audio_buffer_append_too_large")
+        stream.send('{"type": "input_audio_buffer.commit"}')
+        done = hear(stream, "conversation.item.input_audio_transcription.completed")
+        assert done["transcript"] == "it was the best of times"
+
+
+def test_the_largest_append_is_heard_to_its_last_word(engine) -> None:
+    """Five and a half minutes at once: the session reads on as fast as it decodes."""
+    with served(engine) as address, connect(f"ws://{address}/v1/realtime", compression=None) as stream:
+        whole = np.zeros(MAX_APPEND_BYTES // 2, "<i2")
+        said = np.frombuffer(speech(2.0, before_s=0), "<i2")
+        whole[-len(said) :] = said
+        stream.send(json.dumps({"type": "input_audio_buffer.append", "audio": base64.b64encode(whole).decode()}))
+        started = hear(stream, "input_audio_buffer.speech_started")
+        assert abs(started["audio_start_ms"] - (len(whole) - len(said)) / 24) < 500
+
+
+def test_an_append_of_a_megabyte_is_taken(engine) -> None:
+    with served(engine) as address, connect(f"ws://{address}/v1/realtime", compression=None) as stream:
+        audio = base64.b64encode(bytes(1 << 20)).decode()
         stream.send(json.dumps({"type": "input_audio_buffer.append", "audio": audio}))
         stream.send(json.dumps({"type": "input_audio_buffer.append", "audio": "no base64"}))
         assert hear(stream, "error")["error"]["param"] == "audio"  # of the second one only, on a connection that lives
