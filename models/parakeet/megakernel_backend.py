@@ -27,6 +27,7 @@ from megakernel.mailbox import DoneRecord, EmissionRecord, Record
 from megakernel.request import TransducerRequest
 from megakernel.runtime import Runtime
 from megakernel.selftest_transducer import ensure_transducer_right
+from megakernel.target import Target
 
 from ..backends import BackendError, device_errors
 from .graph import PROJECTOR, graph_constants, transducer_graph
@@ -192,14 +193,18 @@ class MegakernelBackend:
             return self._listen(buffers)
 
 
-def decoder_on(model: Parakeet, device: Device, *, cache: Path | None, n_frames: int = MAX_FRAMES) -> MegakernelDecoder:
+def decoder_on(
+    model: Parakeet, device: Device, *, cache: Path | None, n_frames: int = MAX_FRAMES, target: Target | None = None
+) -> MegakernelDecoder:
     """The decoder of ``model``'s weights on a GPU, tested. Compiled kernels are kept in ``cache``.
+
+    ``target``: how the device is used; as ``target_for`` says if it is None.
 
     Raises:
         DeviceError, CompileError: if the device can't run it, or computes something else.
     """
     graph = transducer_graph(model.config, n_frames=n_frames)
-    program = compile_program(graph, target_for(device))
+    program = compile_program(graph, target or target_for(device))
     constants = graph_constants(graph, model.state_dict())
     no_rules = np.zeros((1, 2, bitmap_words(graph.sizes.n_tokens)), np.uint32)
     launcher = Launcher.load(program, constants, no_rules, device=device, cache=cache)
