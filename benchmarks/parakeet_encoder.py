@@ -83,10 +83,10 @@ def workload(name: str, batch: int, seconds: int) -> Workload:
     return Workload(name, padded[:, : n_samples // HOP_SAMPLES].contiguous(), padded, samples, lengths)
 
 
-def random_model(config: ParakeetConfig = V3) -> Parakeet:
-    """float32 on the GPU; norms and biases are random too, for else some of them would change nothing."""
+def random_model(config: ParakeetConfig = V3, device: str = "cuda") -> Parakeet:
+    """float32 on ``device``; norms and biases are random too, for else some of them would change nothing."""
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         model = Parakeet(config)
     for name, tensor in model.state_dict().items():
         if name.endswith(("running_mean", "bias_u", "bias_v")):
