@@ -12,6 +12,7 @@ from streaming.engine import SpeechEngine
 
 from .errors import ModelFilesError
 from .scripted import ScriptedEngine, recite
+from .store import TWO_CITIES_TEXT, ModelFiles, find_model, model_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def load_engine(name: str, *, n_threads: int | None = None, fetch_missing: bool 
     """
     loading = Loading(n_threads=n_threads, fetch_missing=fetch_missing)
     entry = CATALOG.get(name)
-    return entry.load(name, loading) if entry else _load_whisper(name, loading)
+    return entry.load(name, loading) if entry else _load_files(name, loading)
 
 
 def list_models() -> Mapping[str, CatalogEntry]:
@@ -52,20 +53,35 @@ def list_models() -> Mapping[str, CatalogEntry]:
     return CATALOG
 
 
-def _load_whisper(name: str, loading: Loading) -> SpeechEngine:
-    from .store import find_model, read_config
+def _load_files(name: str, loading: Loading) -> SpeechEngine:
+    """An engine of the family that the model's files belong to."""
+    files = find_model(name, fetch_missing=loading.fetch_missing)
+    family = model_type(files)
+    load = _FAMILIES.get(family)
+    if load is None:
+        raise ModelFilesError(f"{files.config} is of a {family} model; supported are {', '.join(_FAMILIES)}")
+    return load(files, loading)
+
+
+def _load_whisper(files: ModelFiles, loading: Loading) -> SpeechEngine:
     from .whisper.engine import WhisperEngine
 
-    files = find_model(name, fetch_missing=loading.fetch_missing)
-    family = read_config(files).get("model_type", "whisper")  # a CTranslate2 configuration does not say it
-    if family != "whisper":
-        raise ModelFilesError(f"{files.config} is of a {family} model; only whisper is supported")
     return WhisperEngine.load(files, name=files.name, n_threads=loading.n_threads)
 
 
-def _load_scripted(name: str, loading: Loading) -> SpeechEngine:
-    from .store import TWO_CITIES_TEXT
+def _load_parakeet(files: ModelFiles, loading: Loading) -> SpeechEngine:
+    from .parakeet.engine import ParakeetEngine
 
+    return ParakeetEngine.load(files, name=files.name, n_threads=loading.n_threads)
+
+
+_FAMILIES: Mapping[str, Callable[[ModelFiles, Loading], SpeechEngine]] = {
+    "whisper": _load_whisper,
+    "parakeet_tdt": _load_parakeet,
+}
+
+
+def _load_scripted(name: str, loading: Loading) -> SpeechEngine:
     script = recite(" ".join([TWO_CITIES_TEXT] * _N_RECITALS))
     return ScriptedEngine(script, name=name)
 
@@ -82,6 +98,7 @@ _WHISPER_EN = frozenset(
     }
 )
 _WHISPER = _WHISPER_EN | {Capability.LANGUAGE_CHOICE, Capability.LANGUAGE_ID, Capability.TRANSLATION}
+_PARAKEET = frozenset({Capability.WORD_TIMES, Capability.CONFIDENCE, Capability.PUNCTUATION})
 _SCRIPTED = frozenset({Capability.WORD_TIMES, Capability.PUNCTUATION})
 
 _PYPI = "PyPI"
@@ -89,7 +106,7 @@ _HUB = "Hugging Face hub"
 
 CATALOG: Mapping[str, CatalogEntry] = {
     "whisper-tiny.en": CatalogEntry(
-        _load_whisper,
+        _load_files,
         "Whisper tiny, English only, 38 M parameters",
         _PYPI,
         licence="MIT",
@@ -97,7 +114,7 @@ CATALOG: Mapping[str, CatalogEntry] = {
         capabilities=_WHISPER_EN,
     ),
     "whisper-base": CatalogEntry(
-        _load_whisper,
+        _load_files,
         "Whisper base, 99 languages, 73 M parameters",
         _PYPI,
         licence="MIT",
@@ -105,7 +122,7 @@ CATALOG: Mapping[str, CatalogEntry] = {
         capabilities=_WHISPER,
     ),
     "whisper-small": CatalogEntry(
-        _load_whisper,
+        _load_files,
         "Whisper small, 99 languages, 242 M parameters",
         _HUB,
         licence="Apache-2.0",
@@ -113,7 +130,7 @@ CATALOG: Mapping[str, CatalogEntry] = {
         capabilities=_WHISPER,
     ),
     "whisper-large-v3-turbo": CatalogEntry(
-        _load_whisper,
+        _load_files,
         "Whisper large-v3 turbo, 100 languages, 809 M parameters",
         _HUB,
         licence="MIT",
@@ -121,12 +138,28 @@ CATALOG: Mapping[str, CatalogEntry] = {
         capabilities=_WHISPER,
     ),
     "whisper-large-v3": CatalogEntry(
-        _load_whisper,
+        _load_files,
         "Whisper large-v3, 100 languages, 1544 M parameters",
         _HUB,
         licence="Apache-2.0",
         size_mb=3087,
         capabilities=_WHISPER,
+    ),
+    "parakeet-tdt-0.6b-v3": CatalogEntry(
+        _load_files,
+        "Parakeet TDT, 25 European languages, 627 M parameters; text at a delay that the caller chooses",
+        _HUB,
+        licence="CC-BY-4.0",
+        size_mb=2508,
+        capabilities=_PARAKEET,
+    ),
+    "parakeet-tdt-0.6b-v2": CatalogEntry(
+        _load_files,
+        "Parakeet TDT, English only, 618 M parameters; text at a delay that the caller chooses",
+        _HUB,
+        licence="CC-BY-4.0",
+        size_mb=2472,
+        capabilities=_PARAKEET,
     ),
     "scripted": CatalogEntry(
         _load_scripted,

@@ -6,6 +6,7 @@ Names only, apart from the readers in ``weights``, so that looking for files nee
 from enum import StrEnum
 
 INDEX_SUFFIX = ".index.json"  # model.safetensors.index.json says which shard holds which tensor
+NEMO_SUFFIX = ".nemo"  # of NeMo's archives
 
 
 class WeightsKind(StrEnum):
@@ -13,3 +14,4 @@ class WeightsKind(StrEnum):
 
     CTRANSLATE2 = "ctranslate2"
     SAFETENSORS = "safetensors"
+    NEMO = "nemo"  # configuration, weights and tokenizer in one archive

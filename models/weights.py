@@ -39,6 +39,8 @@ def read_weights(path: Path, kind: WeightsKind) -> Tensors:
             return read_ctranslate2(path)
         case WeightsKind.SAFETENSORS:
             return read_safetensors(path)
+        case WeightsKind.NEMO:
+            raise WeightsError(f"{path} is a NeMo archive; only Parakeet's are read")
 
 
 def load_exactly(

@@ -97,6 +97,11 @@ class ModelCard:
             needed = self.transducer.longest_samples
             raise ValueError(f"max_window_samples is {self.max_window_samples}; contexts and chunk need {needed}")
 
+    def _is_settled(self, language: str | None) -> bool:
+        """Whether the language can be named: it can be chosen, or is the only one, so that nothing is asked for."""
+        is_only = self.languages == (language,)
+        return is_only or (Capability.LANGUAGE_CHOICE in self.capabilities and language in self.languages)
+
     def check(self, options: DecodeOptions) -> None:
         """Refuse what the model can't honour.
 
@@ -106,8 +111,8 @@ class ModelCard:
         for option in fields(options):
             if getattr(options, option.name) == option.default:
                 continue
-            if option.name == "language" and options.language in self.languages:
-                continue  # naming the only language of a monolingual model asks for nothing
+            if option.name == "language" and self._is_settled(options.language):
+                continue
             if option.metadata["capability"] not in self.capabilities:
                 raise UnsupportedOptionError(
                     f"{self.name} does not offer {option.metadata['capability']} ({option.name})"

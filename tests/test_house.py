@@ -74,6 +74,9 @@ def test_pins_have_canonical_names_and_stand_once() -> None:
     assert len(set(lines)) == len(lines)
 
 
+DISTRIBUTIONS = {"google": "protobuf", "yaml": "pyyaml"}  # of packages with another name
+
+
 def imported_by(path: Path) -> set[str]:
     """The top-level packages that a module imports absolutely, wherever in it."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
@@ -87,7 +90,9 @@ def test_every_import_of_another_distribution_is_a_requirement() -> None:
     known = {*sys.stdlib_module_names, *PACKAGES, "_typeshed"}
     if "cuda-bindings" in required:  # cuda is a namespace that several distributions share
         known.add("cuda")
-    imported = {canonicalize_name(name) for path in modules() for name in imported_by(path) - known}
+    imported = {
+        canonicalize_name(DISTRIBUTIONS.get(name, name)) for path in modules() for name in imported_by(path) - known
+    }
     assert imported - required == set()
 
 
@@ -108,7 +113,9 @@ def test_the_readme_names_every_command_and_no_other() -> None:
 
 
 def test_the_readme_names_every_model_with_weights() -> None:
-    assert set(re.findall(r"^\| `(whisper[\w.-]+)`", README, re.MULTILINE)) == set(list_models()) - {"scripted"}
+    assert set(re.findall(r"^\| `((?:whisper|parakeet)[\w.-]+)`", README, re.MULTILINE)) == set(list_models()) - {
+        "scripted"
+    }
 
 
 def test_every_link_in_the_documents_leads_somewhere() -> None:

@@ -45,8 +45,8 @@ class RecordingPart(Protocol):
         """What is said."""
 
     @property
-    def language(self) -> str:
-        """ISO 639-1 code."""
+    def language(self) -> str | None:
+        """ISO 639-1 code, ``None`` where the model does not say."""
 
 
 @runtime_checkable
@@ -63,7 +63,7 @@ class Part:
 
     span: SpeechSpan
     words: tuple[Word, ...]
-    language: str
+    language: str | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -110,7 +110,8 @@ class ParakeetConfig:
         """
         encoder = _mapping(settings, "encoder", source)
         prediction = _mapping(_mapping(settings, "decoder", source), "prednet", source)
-        loss = _mapping(_mapping(settings, "loss", source), "tdt_kwargs", source)
+        decoding = _mapping(settings, "decoding", source)
+        greedy = decoding.get("greedy") or {}
         joint = _mapping(settings, "joint", source)
         d_model, d_predictor = _integer(encoder, "d_model", source), _integer(prediction, "pred_hidden", source)
         _expect(
@@ -118,16 +119,20 @@ class ParakeetConfig:
             {
                 "subsampling": "dw_striding",
                 "subsampling_factor": SUBSAMPLING,
-                "self_attention_model": "rel_pos",
                 "conv_norm_type": "batch_norm",
                 "causal_downsampling": False,
                 "untie_biases": True,
             },
             f"encoder of {source}",
         )
+        attention = encoder.get("self_attention_model", _FULL_ATTENTION)
+        if attention not in (_FULL_ATTENTION, _BANDED_ATTENTION):
+            raise ModelFilesError(
+                f"{source}: self_attention_model is {attention!r}; accepted: {_FULL_ATTENTION}, {_BANDED_ATTENTION}"
+            )
+        span = _integers(encoder, "att_context_size", source) if attention == _BANDED_ATTENTION else None
         joint_settings = _mapping(joint, "jointnet", source)
         _expect(joint_settings, {"joint_hidden": d_predictor, "activation": "relu"}, f"jointnet of {source}")
-        greedy = _mapping(_mapping(settings, "decoding", source), "greedy", source)
         has_bias = _boolean(encoder, "use_bias", source, default=True)
         return _checked(
             source,
@@ -142,12 +147,16 @@ class ParakeetConfig:
             n_predictor_layers=_integer(prediction, "pred_rnn_layers", source),
             vocabulary_size=n_pieces + 1,
             blank_id=n_pieces,
-            durations=_integers(loss, "durations", source),
+            durations=_integers(decoding, "durations", source),
             max_symbols=_integer(greedy, "max_symbols", source, default=DEFAULT_MAX_SYMBOLS),
             has_attention_bias=has_bias,
             has_convolution_bias=has_bias,
             scales_input=_boolean(encoder, "xscaling", source, default=True),
+            attention_span=None if span is None else (span[0], span[-1]),
         )
+
+
+_FULL_ATTENTION, _BANDED_ATTENTION = "rel_pos", "rel_pos_local_attn"  # NeMo's names
 
 
 def _checked(source: str, **sizes: Any) -> ParakeetConfig:

@@ -165,7 +165,7 @@ class ConvolutionModule(nn.Module):
         """Put the batch norm, a scale and an offset by channel once trained, into the convolution before it."""
         norm, conv = self.norm, self.depthwise_conv
         if isinstance(norm, nn.BatchNorm1d):
-            folded = nn.utils.fusion.fuse_conv_bn_eval(conv, norm.eval())
+            folded = nn.utils.fusion.fuse_conv_bn_eval(conv.eval(), norm.eval())
             self.depthwise_conv, self.norm = folded, nn.Identity()
 
 

@@ -52,7 +52,9 @@ def test_folder_of_another_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text('{"model_type": "wav2vec2"}')
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelFilesError, match=r"config\.json is of a wav2vec2 model; only whisper"):
+    with pytest.raises(
+        ModelFilesError, match=r"config\.json is of a wav2vec2 model; supported are whisper, parakeet_tdt"
+    ):
         load_engine(str(tmp_path))
 
 
