@@ -1,7 +1,8 @@
 """Audio files to mono audio at 16 kHz, whole or a block at a time.
 
-Knows what libsndfile reads, headerless audio whose format is given, and what the first bytes of other files say. Does
-not know speech or the wire; a file gives the samples that a stream of it would have given.
+Knows what libsndfile reads, what PyAV reads where it is installed (``media_file``), headerless audio whose format is
+given, and what the first bytes of other files say. Does not know speech or the wire; a file gives the samples that a
+stream of it would have given.
 """
 
 import io
@@ -17,10 +18,14 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
+from . import media_file
 from .pcm import AudioFormat, Pcm, decode, mended
 from .resample import Resampler
 
-ACCEPTED = "WAV, FLAC, Ogg (Opus, Vorbis), MP3, AIFF, AU and CAF, and headerless audio if its format is given"
+ACCEPTED = (
+    "WAV, FLAC, Ogg (Opus, Vorbis), MP3, AIFF, AU and CAF; where senseway[media] is installed MP4, M4A, WebM, AAC, AMR "
+    "and WMA; and headerless audio if its format is given"
+)
 MIN_RATE_HZ = 1_000
 MAX_RATE_HZ = 768_000
 BLOCK_S = 0.1  # read at once; as much is lost in front of a damaged place
@@ -28,12 +33,6 @@ BLOCK_S = 0.1  # read at once; as much is lost in front of a damaged place
 Source = str | os.PathLike[str] | BinaryIO
 
 _NOT_READ = (  # offset, bytes and what they say of files that are likely to be tried
-    (4, b"ftyp", "an MP4 or M4A file"),
-    (0, b"\x1aE\xdf\xa3", "a WebM or Matroska file"),
-    (0, b"\xff\xf1", "an AAC stream"),
-    (0, b"\xff\xf9", "an AAC stream"),
-    (0, b"#!AMR", "an AMR file"),
-    (0, b"0&\xb2u", "a Windows Media file"),
     (0, b"PK\x03\x04", "a ZIP archive"),
     (0, b"\x1f\x8b", "a gzip file"),
     (0, b"%PDF", "a PDF document"),
@@ -134,6 +133,12 @@ def stream_audio(
         yield resampler.flush()
 
 
+def n_channels_of(source: Source) -> int:
+    """How many channels a file has. Raises as ``read_audio``."""
+    with _opened(source, BLOCK_S, None, None) as audio:
+        return audio.n_channels
+
+
 @contextmanager
 def _opened(source: Source, block_s: float, raw: AudioFormat | None, channel: int | None) -> Iterator[_Opened]:
     with _binary(source) as file:
@@ -141,10 +146,51 @@ def _opened(source: Source, block_s: float, raw: AudioFormat | None, channel: in
             raw = raw if channel is None else replace(raw, channel=channel)
             yield _Opened("RAW", raw.encoding, raw.sample_rate_hz, raw.n_channels, _raw_blocks(file, raw, block_s))
             return
-        with _sound_file(file) as sound:
-            _check(sound, channel)
+        head = file.read(_HEAD_BYTES) or b""
+        file.seek(0)
+        if (known := _media_format(head)) is not None:
+            with _media(file, known, channel, block_s) as audio:
+                yield audio
+            return
+        with _sound_file(file, head) as sound:
+            _check(sound.samplerate, sound.channels, channel)
             blocks = _sound_blocks(sound, channel, block_s)
             yield _Opened(sound.format, sound.subtype, sound.samplerate, sound.channels, blocks)
+
+
+def _media_format(head: bytes) -> tuple[str, str] | None:
+    """What PyAV would read these first bytes as, in words and by FFmpeg's name."""
+    for offset, signature, seen, format_name in media_file.FORMATS:
+        if head[offset:].startswith(signature):
+            return seen, format_name
+    return None
+
+
+@contextmanager
+def _media(
+    file: io.RawIOBase | io.BytesIO, known: tuple[str, str], channel: int | None, block_s: float
+) -> Iterator[_Opened]:
+    seen, format_name = known
+    try:
+        with media_file.opened(file, format_name, block_s) as media:
+            _check(media.sample_rate_hz, media.n_channels, channel)
+            yield _Opened(
+                media.container, media.coding, media.sample_rate_hz, media.n_channels, _media_blocks(media, channel)
+            )
+    except media_file.MediaPackageMissingError as error:
+        raise AudioFileError(f"this is {seen}, which is not read here; accepted are {ACCEPTED}") from error
+    except media_file.MediaError as error:
+        raise AudioFileError(f"this is {seen} that can't be read ({error}); accepted are {ACCEPTED}") from error
+
+
+def _media_blocks(media: media_file.Media, channel: int | None) -> Iterator[Pcm]:
+    n_read = 0
+    try:
+        for block in media.blocks:
+            n_read += len(block)
+            yield mended(block, channel)
+    except media_file.MediaError as error:
+        raise _damaged(n_read / media.sample_rate_hz, str(error)) from error
 
 
 def _binary(source: Source) -> io.RawIOBase | io.BytesIO:
@@ -173,14 +219,15 @@ def _blocks(sound: soundfile.SoundFile, block_samples: int) -> Iterator[NDArray[
         try:
             block = sound.read(block_samples, dtype="float32", always_2d=True)
         except soundfile.LibsndfileError as error:
-            at_s = n_read / sound.samplerate
-            raise DamagedAudioError(
-                f"the file is damaged about {at_s:.1f} s from its start: {_reason(error)}"
-            ) from error
+            raise _damaged(n_read / sound.samplerate, _reason(error)) from error
         if not len(block):
             return
         n_read += len(block)
         yield block
+
+
+def _damaged(at_s: float, reason: str) -> DamagedAudioError:
+    return DamagedAudioError(f"the file is damaged about {at_s:.1f} s from its start: {reason}")
 
 
 def _full_scale(sound: soundfile.SoundFile) -> np.float32:
@@ -198,16 +245,14 @@ def _full_scale(sound: soundfile.SoundFile) -> np.float32:
     return np.float32(loudest)
 
 
-def _check(sound: soundfile.SoundFile, channel: int | None) -> None:
-    if not MIN_RATE_HZ <= sound.samplerate <= MAX_RATE_HZ:
-        raise AudioFileError(f"the sample rate is {sound.samplerate} Hz; accepted are {MIN_RATE_HZ}..{MAX_RATE_HZ} Hz")
-    if channel is not None and not 0 <= channel < sound.channels:
-        raise AudioFileError(f"there is no channel {channel}; the file has 0..{sound.channels - 1}")
+def _check(rate_hz: int, n_channels: int, channel: int | None) -> None:
+    if not MIN_RATE_HZ <= rate_hz <= MAX_RATE_HZ:
+        raise AudioFileError(f"the sample rate is {rate_hz} Hz; accepted are {MIN_RATE_HZ}..{MAX_RATE_HZ} Hz")
+    if channel is not None and not 0 <= channel < n_channels:
+        raise AudioFileError(f"there is no channel {channel}; the file has 0..{n_channels - 1}")
 
 
-def _sound_file(file: io.RawIOBase | io.BytesIO) -> soundfile.SoundFile:
-    head = file.read(_HEAD_BYTES) or b""
-    file.seek(0)
+def _sound_file(file: io.RawIOBase | io.BytesIO, head: bytes) -> soundfile.SoundFile:
     file = _with_data_size(file, head)
     try:
         # By descriptor where there is one: of a named file, soundfile would believe the suffix ".raw".

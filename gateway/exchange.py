@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
-from gateway.audio_file import AudioFileError, DamagedAudioError, stream_audio
+from gateway.audio_file import AudioFileError, DamagedAudioError, n_channels_of, stream_audio
 from gateway.doors.door import AdmissionError, DoorKind, Frame
 from gateway.effects import Close
 from gateway.server import PeerGoneError, Server, knock_of
@@ -96,9 +96,10 @@ async def exchange(
         server.check(kind, knock)
         with server.taking_upload():
             upload = await _read_within(request, read, server.max_upload_bytes)
-        knock = replace(knock, query=knock.query + upload.fields)
+        n_channels = await _n_channels_of(upload.data)
+        knock = replace(knock, query=knock.query + upload.fields, n_channels=n_channels)
         admission = kind.open_door(knock, server.house)
-        blocks = await _decoded(upload.data)
+        blocks = await _decoded(upload.data, n_channels if admission.takes_channels else None)
     except AdmissionError as error:
         return server.refusal(kind, error, knock)
     transport = RequestTransport(blocks)
@@ -195,11 +196,25 @@ async def read_form(request: Request) -> Upload:
         raise AdmissionError(400, "invalid_form", f"not a form that can be read: {error.detail}") from error
 
 
-async def _decoded(data: bytes) -> Iterator[NDArray[np.float32]]:
-    """The file's samples [n] in blocks, mono at 16 kHz; the first one decoded already, for a file may be none."""
-    blocks = stream_audio(io.BytesIO(data), block_s=BLOCK_S)
+async def _n_channels_of(data: bytes) -> int:
+    try:
+        return await asyncio.to_thread(n_channels_of, io.BytesIO(data))
+    except AudioFileError as error:
+        raise AdmissionError(400, "invalid_file", str(error), param="file") from error
+
+
+async def _decoded(data: bytes, n_channels: int | None) -> Iterator[NDArray[np.float32]]:
+    """The file's samples at 16 kHz in blocks, mono, or ``n_channels`` interleaved; the first one decoded already."""
+    blocks = stream_audio(io.BytesIO(data), block_s=BLOCK_S) if n_channels is None else _interleaved(data, n_channels)
     try:
         first = await asyncio.to_thread(next, blocks)
     except AudioFileError as error:
         raise AdmissionError(400, "invalid_file", str(error), param="file") from error
     return itertools.chain([first], blocks)
+
+
+def _interleaved(data: bytes, n_channels: int) -> Iterator[NDArray[np.float32]]:
+    """All channels, each decoded by itself."""
+    channels = [stream_audio(io.BytesIO(data), block_s=BLOCK_S, channel=index) for index in range(n_channels)]
+    for blocks in zip(*channels, strict=True):
+        yield np.stack(blocks, axis=1).ravel()

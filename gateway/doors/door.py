@@ -131,6 +131,7 @@ class Knock:
     url: str = ""  # whole, as the server sees it: behind a proxy scheme and host come from its forwarding headers
     connection_id: str = "0" * 32  # 32 hex digits, random: ids of whatever belongs to the connection are made from it
     at_unix_s: float = 0.0  # the wall clock, for protocols that print dates
+    n_channels: int = 1  # of the recording that a request carries
 
     def param(self, name: str) -> str | None:
         """The last value of a query parameter, ``None`` if it is absent."""
@@ -167,13 +168,15 @@ class Admission:
     """The answer to a handshake, or to an HTTP request, that is accepted.
 
     A request's door gets the audio of its file as frames, and an empty one behind them. What it says is the body, and
-    the code of its ``Close`` the status, unless it ``is_streamed``: then the answer begins with the first frame.
+    the code of its ``Close`` the status, unless it ``is_streamed``: then the answer begins with the first frame. The
+    audio is mixed down to one channel, unless the door ``takes_channels``: then all of them come, interleaved.
     """
 
     door: Door
     subprotocol: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     is_streamed: bool = False
+    takes_channels: bool = False
 
 
 @dataclass(frozen=True, slots=True)

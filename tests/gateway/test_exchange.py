@@ -192,3 +192,14 @@ def test_models_are_listed_as_openai_has_it_and_one_by_one(address: str) -> None
     assert httpx2.get(f"http://{address}/v1/models/scripted").json()["id"] == "scripted"
     missing = httpx2.get(f"http://{address}/v1/models/other")
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
+
+
+def test_each_channel_of_a_recording_has_its_own_transcript_where_that_is_asked_for(address: str) -> None:
+    said = np.frombuffer(speech(2.0), "<i2")
+    file = io.BytesIO()
+    soundfile.write(file, np.stack([said, np.zeros_like(said)], axis=1), 16_000, format="WAV")
+    for multichannel, expected in (("true", ["it was the best of times", ""]), ("false", ["it was the best of times"])):
+        url = f"http://{address}/v1/listen?model=nova-3&multichannel={multichannel}"
+        body = httpx2.post(url, content=file.getvalue(), timeout=DEADLINE_S).json()
+        texts = [channel["alternatives"][0]["transcript"] for channel in body["results"]["channels"]]
+        assert texts == expected and body["metadata"]["channels"] == len(expected)

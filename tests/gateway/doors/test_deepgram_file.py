@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,6 +83,43 @@ def test_any_blocks_and_delays_give_the_words_once_and_in_order(world, layout, n
     scene = world.make_scene(layout)
     body, status = answer(world, scene=scene, n_bytes=n_bytes, delay_s=delay_s)
     assert status == 200 and text_of(body).split() == [word.text.strip() for word in scene.words]
+
+
+def both_channels(world, scenes, **query):
+    """Two scenes as the channels of one recording."""
+    n = max(len(scene.samples) for scene in scenes)
+    samples = np.stack([np.pad(scene.samples, (0, n - len(scene.samples))) for scene in scenes], axis=1)
+    house = world.house()
+    knock = replace(world.knock(query=tuple({"model": "nova-3", **query}.items())), n_channels=len(scenes))
+    admission = deepgram_file.open_door(knock, house)
+    engine = world.Engine(scenes[0].words)
+    data = samples.astype("<f4").tobytes()
+    blocks = [data[at : at + 64_000] for at in range(0, len(data), 64_000)]
+    told = world.behind(admission.door, engine).run([(0.0, block) for block in [*blocks, b""]])
+    return admission, json.loads(told[-2].frame)
+
+
+def test_with_multichannel_every_channel_has_its_own_transcript(world) -> None:
+    caller, callee = world.make_scene([0.5, 3, 5.0]), world.make_scene([5.0, 2, 1.0])
+    words = [*caller.words, *(replace(word, text=f" callee{index}") for index, word in enumerate(callee.words))]
+    scenes = [type(caller)(caller.samples, tuple(words)), callee]
+    admission, body = both_channels(world, scenes, multichannel="true", utterances="true")
+    assert admission.takes_channels and body["metadata"]["channels"] == 2
+    texts = [channel["alternatives"][0]["transcript"] for channel in body["results"]["channels"]]
+    assert texts == ["w0 w1 w2", "callee0 callee1"]
+    told = [(item["channel"], item["transcript"]) for item in body["results"]["utterances"]]
+    assert told == [(0, "w0 w1 w2"), (1, "callee0 callee1")]
+
+
+def test_without_multichannel_channels_are_mixed_down(world) -> None:
+    knock = replace(world.knock(query=(("model", "nova-3"),)), n_channels=2)
+    assert not deepgram_file.open_door(knock, world.house()).takes_channels
+
+
+def test_more_channels_than_are_heard_are_refused(world) -> None:
+    knock = replace(world.knock(query=(("model", "nova-3"), ("multichannel", "true"))), n_channels=9)
+    with pytest.raises(AdmissionError, match="9 channels; 8 are"):
+        deepgram_file.open_door(knock, world.house())
 
 
 def test_utterances_and_paragraphs_come_when_asked_for(world) -> None:
