@@ -53,9 +53,9 @@ struct Misc {
     u32 control;
     u32 first_tile[N_PHASES][N_WARPS];  // of the warp's part of the tape
     u32 tasks[N_PHASES][TASK_WORDS];
-    float kept[N_LAYERS][KEPT_GRANULES][MAX_SLOTS][GRANULE_ROWS];
+    __align__(16) float kept[N_LAYERS][KEPT_GRANULES][MAX_SLOTS][GRANULE_ROWS];
     float cells[N_LAYERS][KEPT_GRANULES][MAX_SLOTS][GRANULE_UNITS];
-    float2 aux[AUX_GRANULES * GRANULE_ROWS];
+    __align__(16) float2 aux[AUX_GRANULES * GRANULE_ROWS];
 };
 
 static_assert(sizeof(State) <= 4 * STATE_WORDS, "the state does not fit into its words");

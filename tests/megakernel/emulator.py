@@ -80,7 +80,18 @@ class EmulatedLauncher:
         texts["all.cpp"] = f'#include "emulated_gpu.h"\n#include "{ENTRY}"\n#define KERNEL {KERNEL}\n{run}'
         for name, text in texts.items():
             (folder / name).write_text(text)
-        command = [COMPILER, "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", "-o", "kernel.so", "all.cpp"]
+        command = [
+            COMPILER,
+            "-std=c++17",
+            "-O1",
+            "-U_FORTIFY_SOURCE",
+            "-w",
+            "-shared",
+            "-fPIC",
+            "-o",
+            "kernel.so",
+            "all.cpp",
+        ]
         subprocess.run(command, cwd=folder, check=True)
         self._library = ctypes.CDLL(str(folder / "kernel.so"))
         self._mailbox = np.zeros(MAILBOX_BYTES, np.uint8)

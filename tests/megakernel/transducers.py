@@ -111,20 +111,19 @@ class Plain:
         )
         return logits
 
-    def decode(self, frames: Floats) -> tuple[list[Said], float]:
-        """What [T, width] frames say from the begin on, and the smallest lead of a best token or duration."""
+    def decode(self, frames: Floats, *, lead: float) -> list[Said]:
+        """What [T, width] frames say from the begin on, up to where the best token or duration leads by less."""
         sizes, transducer = self.graph.sizes, self.graph.sizes.transducer
         assert transducer is not None
         hidden, cell = self.begin()
         predicted = self.step(transducer.blank, hidden, cell)
         said: list[Said] = []
-        frame, n_symbols, lead = 0, 0, np.inf
+        frame, n_symbols = 0, 0
         while frame < len(frames):
             logits = self.logits(frames[frame], predicted)
             tokens, durations = logits[: sizes.n_tokens], logits[sizes.n_tokens :]
-            for scores in (tokens, durations):
-                second, first = np.sort(scores)[-2:] if len(scores) > 1 else (-np.inf, scores[0])
-                lead = min(lead, first - second)
+            if any(np.diff(np.sort(scores)[-2:]) < lead for scores in (tokens, durations)):
+                break
             token, duration = int(tokens.argmax()), transducer.durations[int(durations.argmax())]
             ahead = max(duration, 1)
             if token != transducer.blank:
@@ -134,7 +133,7 @@ class Plain:
                 ahead = ahead if n_symbols == transducer.max_symbols else duration
             n_symbols = 0 if ahead else n_symbols
             frame += ahead
-        return said, float(lead)
+        return said
 
 
 def _sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,0 +1,201 @@
+"""A transducer from its graph to the packed program: what each stage makes of it, and that all compute the same."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megakernel.compile import compile_program
+from megakernel.errors import CompileError, InterpreterError, RequestError
+from megakernel.evaluate_transducer import TransducerMemory, TransducerNetwork, run_transducer
+from megakernel.fuse import fold_constants, fuse
+from megakernel.isa import N_WARPS, Op, Phase, Task
+from megakernel.mailbox import EmissionRecord
+from megakernel.ops import FusedJoint, Transducer
+from megakernel.pack import pack_tape, unpack_tape
+from megakernel.request import TransducerRequest, encode_transducer_request
+from megakernel.target import KNOWN, Target
+from megakernel.transducer_header import is_resident
+from tests.megakernel.transducers import (
+    N_FRAMES,
+    Plain,
+    compiled,
+    evaluated,
+    interpreted,
+    random_constants,
+    random_frames,
+    said_of,
+    tiny_transducer,
+)
+
+NOTHING = np.full((8, 2, 2, 128), np.nan, np.float32)  # no state to go on from
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_recurrent_product_comes_while_the_next_result_is_on_its_way() -> None:
+    names = [op.name for op in fuse(tiny_transducer())]
+    assert names == ["lstm.0", "lstm.1", "lstm.0.next", "predicted", "lstm.1.next", "joint"]
+
+
+def test_cells_and_what_is_kept_for_them_stay_on_their_sm() -> None:
+    program = compiled(7, 16)
+    of_op = {op: [i for i, words in enumerate(program.phases) if words[Phase.OP] == op] for op in Op}
+    for lstm, recur in zip(of_op[Op.LSTM], of_op[Op.RECUR], strict=True):
+        assert program.phases[lstm, Phase.LAYER] == program.phases[recur, Phase.LAYER]
+        assert (program.tasks[:, lstm, : Task.N_GRANULES + 1] == program.tasks[:, recur, : Task.N_GRANULES + 1]).all()
+
+
+def test_durations_have_a_granule_of_their_own() -> None:
+    graph = tiny_transducer(n_tokens=45)
+    joint = fuse(graph)[-1]
+    assert isinstance(joint, FusedJoint)
+    assert (joint.first_duration, joint.n) == (48, 52)
+    folded = fold_constants(fuse(graph), random_constants(graph, 0))[-1]
+    assert not folded.weight[45:48].any() and not folded.bias[45:48].any()
+
+
+def test_what_is_packed_comes_out_again() -> None:
+    program, graph = compiled(5, 8), tiny_transducer()
+    folded = fold_constants(program.ops, random_constants(graph, 2))
+    for weight, expected in zip(unpack_tape(program, pack_tape(program, folded)), folded, strict=True):
+        assert (weight == expected.weight).all()
+
+
+def test_at_full_size_the_tape_stays_on_an_h200_and_a_step_has_four_hops() -> None:
+    graph = tiny_transducer(width=640, n_tokens=8193, durations=(0, 1, 2, 3, 4))
+    targets = {target.arch: target for target in KNOWN}
+    program = compile_program(graph, targets["sm_90a"])
+    assert is_resident(program)
+    assert program.epochs_per_step == 4
+    batches = program.tasks[:, -2, Task.N_GRANULES]
+    assert batches.max() <= 8  # one batch of the joint's granules
+    for target in KNOWN:
+        program = compile_program(graph, target)
+        assert program.ring_tiles * N_WARPS * 512 + program.x_bytes + program.misc_bytes < target.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"durations": ()}, "durations"),
+        ({"durations": tuple(range(9))}, "durations"),
+        ({"max_symbols": 0}, "tokens at a frame"),
+        ({"blank": 45}, "blank"),
+    ],
+)
+def test_a_graph_with_impossible_sizes_is_refused(changes: dict[str, object], rule: str) -> None:
+    graph = tiny_transducer()
+    assert graph.sizes.transducer is not None
+    transducer = Transducer(**{**_fields(graph.sizes.transducer), **changes})  # type: ignore[arg-type]
+    with pytest.raises(CompileError, match=rule):
+        compile_program(
+            replace(graph, sizes=replace(graph.sizes, transducer=transducer)), Target("five", "sm_80", 5, 166_912)
+        )
+
+
+def _fields(transducer: Transducer) -> dict[str, object]:
+    return {name: getattr(transducer, name) for name in Transducer.__slots__}
+
+
+def test_a_joint_of_fewer_granules_than_sms_is_refused() -> None:
+    with pytest.raises(CompileError, match="granules give each"):
+        compile_program(tiny_transducer(), Target("many", "sm_80", 9, 166_912))
+
+
+def test_a_request_past_the_slots_room_is_refused() -> None:
+    sizes = tiny_transducer().sizes
+    for request in (TransducerRequest(N_FRAMES + 1), TransducerRequest(5, first_frame=6)):
+        with pytest.raises(RequestError):
+            encode_transducer_request(request, ticket=1, sizes=sizes)
+    with pytest.raises(RequestError, match="no transducer"):
+        encode_transducer_request(TransducerRequest(1), ticket=1, sizes=replace(sizes, transducer=None))
+
+
+# --- plain loop ~ evaluate -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_layers", [1, 2, 3])
+def test_the_evaluation_says_what_a_plain_loop_says(n_layers: int) -> None:
+    graph = tiny_transducer(n_layers=n_layers)
+    constants = random_constants(graph, n_layers)
+    frames = random_frames(graph, 5)
+    network = TransducerNetwork.of(fuse(graph), graph.sizes, constants)
+    memory = TransducerMemory.empty(graph.sizes)
+    memory.frames[:] = frames
+    told = run_transducer(network, memory, [TransducerRequest(N_FRAMES, begins=True)] * 8)
+    n_compared = 0
+    for slot in range(8):
+        expected = Plain(graph, constants).decode(frames[slot], lead=0.03)  # less, and rounding may decide
+        found = said_of([one for one in told if one.slot == slot])[: len(expected)]
+        n_compared += len(expected)
+        assert [(s.token, s.frame, s.duration) for s in found] == [(s.token, s.frame, s.duration) for s in expected]
+        assert [s.logprob for s in found] == pytest.approx([s.logprob for s in expected], abs=0.03)
+    assert n_compared > 20
+
+
+# --- evaluate = interpret --------------------------------------------------------------------------------------------
+
+
+def test_the_packed_program_computes_the_same_bits_however_sms_take_turns() -> None:
+    rng = random.Random(0)
+    n_emitted = 0
+    for seed in range(8):
+        program = compiled(rng.randint(2, 7), rng.choice([8, 16]))
+        graph = tiny_transducer()
+        constants, frames = random_constants(graph, seed % 3), random_frames(graph, seed)
+        state_in = np.random.default_rng(seed).standard_normal((8, 2, 2, 128)).astype(np.float32)
+        requests = [
+            TransducerRequest(n, rng.randint(0, min(n, 3)), begins=rng.random() < 0.5)
+            for n in (rng.randint(0, N_FRAMES) for _ in range(rng.choice([1, 2, 5, 8])))
+        ]
+        expected, memory = evaluated(program, constants, frames, requests, state_in)
+        found, device = interpreted(program, constants, frames, requests, state_in, seed=seed)
+        assert found == expected
+        n_slots = len(requests)
+        assert np.array_equal(device.state_out[:n_slots], memory.state_out[:n_slots], equal_nan=True)
+        parts, device = interpreted(program, constants, frames, requests, state_in, seed=seed, max_steps=3)
+        assert sorted(map(str, parts)) == sorted(map(str, expected))
+        assert np.array_equal(device.state_out[:n_slots], memory.state_out[:n_slots], equal_nan=True)
+        n_emitted += sum(isinstance(record, EmissionRecord) for record in expected)
+    assert n_emitted > 100
+
+
+# --- mutants ---------------------------------------------------------------------------------------------------------
+
+
+def _mutants() -> dict[str, tuple[int, int, int]]:
+    """Name → phase, word of its record, what is added to it."""
+    return {
+        "an LSTM that waits for the words of another phase": (1, Phase.INPUT_EPOCH, 1),
+        "an LSTM that publishes under the epoch before": (1, Phase.EPOCH, -1),
+        "an LSTM that publishes where the layer before does": (1, Phase.OUTPUT, -1),
+        "a product kept for the other layer": (2, Phase.LAYER, 1),
+        "a product of the other layer's outputs": (4, Phase.INPUT, -1),
+        "a prediction that nobody finds": (3, Phase.OUTPUT, 16),
+        "a joint that reads elsewhere": (5, Phase.INPUT, 16),
+        "a joint whose best tokens lie on its sums": (5, Phase.PARTIAL, -16),
+    }
+
+
+@pytest.mark.parametrize("name", _mutants())
+def test_a_wrong_word_is_found(name: str) -> None:
+    program, graph = compiled(3, 8), tiny_transducer()
+    phase, word, change = _mutants()[name]
+    phases = program.phases.copy()
+    if change == -1 and word in (Phase.OUTPUT, Phase.INPUT):
+        phases[phase, word] = program.phases[0, Phase.OUTPUT]
+    else:
+        phases[phase, word] = int(phases[phase, word]) + change
+    constants, frames = random_constants(graph, 1), random_frames(graph, 1)
+    requests = [TransducerRequest(N_FRAMES, begins=True), TransducerRequest(7, begins=True)]
+    expected, _ = evaluated(program, constants, frames, requests, NOTHING)
+    try:
+        found, _ = interpreted(
+            replace(program, phases=phases), constants, frames, requests, NOTHING, seed=1, packed=program
+        )
+    except (InterpreterError, AssertionError):
+        return
+    assert found != expected
