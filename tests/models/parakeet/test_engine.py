@@ -213,6 +213,13 @@ def test_an_utterance_too_short_for_features_says_nothing() -> None:
     assert one(engine, stream, short).words == ()
 
 
+def test_a_recording_is_told_in_sentences_with_the_words_of_one_decode() -> None:
+    parts = list(engine_with(FrameReader()).transcribe(numbered(), DecodeOptions()))
+    assert [word for part in parts for word in part.words] == WHOLE
+    with pytest.raises(UnsupportedOptionError, match="vocabulary"):
+        engine_with(FrameReader()).transcribe(numbered(), DecodeOptions(vocabulary=("Quilter",)))
+
+
 # ---------------------------------------------------------------- batches and failures
 
 
