@@ -51,6 +51,10 @@ WATCH_PHASES = """(() => {
   const note = () => link.dataset.phase !== phases.at(-1) && phases.push(link.dataset.phase);
   new MutationObserver(note).observe(link, { attributeFilter: ["data-phase"] });
 })()"""
+COVERS_CAPTIONS = """(() => {
+  const edge = (selector, side) => document.querySelector(selector).getBoundingClientRect()[side];
+  return edge(".notice", "bottom") > edge("#captions", "top");
+})()"""
 IS_IDLE = "document.body.dataset.phase === 'idle'"
 
 
@@ -125,6 +129,7 @@ def _texts(page: Page, selector: str) -> list[str]:
 def _screenshots(page: Page, folder: Path, name: str) -> None:
     for scheme in ("light", "dark"):
         page.colour_scheme(scheme)
+        page.wait_for("document.getAnimations().every((one) => !(one instanceof CSSTransition))")  # colours fade
         page.screenshot(folder / f"{name}-{scheme}.png")
 
 
@@ -178,6 +183,7 @@ def test_microphone_becomes_captions_and_subtitles(reciting: str, tmp_path: Path
         _screenshots(page, tmp_path, "live")
         page.size(390, 844, scale=2)
         assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert not page.evaluate(COVERS_CAPTIONS)  # the sound is noise, of which the page warns
         _screenshots(page, tmp_path, "phone")
 
         page.press(" ", "Space")
