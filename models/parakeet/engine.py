@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -184,8 +185,8 @@ class ParakeetEngine:
         backend = self._backends.current
         states = [self._state(stream, chunk) for stream, chunk in batch]
         heard = self._hear([chunk for _, chunk in batch])
-        settled = backend.decode([(each.region, state) for each, state in zip(heard, states, strict=True)])
-        for_a_while = backend.decode([(each.behind, state) for each, (_, state) in zip(heard, settled, strict=True)])
+        settled = _decoded(backend, [(each.region, state) for each, state in zip(heard, states, strict=True)])
+        for_a_while = _decoded(backend, [(each.behind, state) for each, (_, state) in zip(heard, settled, strict=True)])
         return [
             self._outcome(stream, each, emissions, state, tentative)
             for (stream, _), each, (emissions, state), (tentative, _) in zip(
@@ -208,9 +209,8 @@ class ParakeetEngine:
         buffers = [_buffer(chunk) for chunk in chunks]
         audible = [buffer for buffer in buffers if len(buffer) >= MIN_SAMPLES]
         frames = iter(backend.listen(audible) if audible else [])
-        nothing = backend.start().projected[None][:0]  # [0, P]
         return [
-            _cut(chunk, next(frames) if len(buffer) >= MIN_SAMPLES else nothing)
+            _cut(chunk, next(frames) if len(buffer) >= MIN_SAMPLES else torch.empty(0, 0))
             for chunk, buffer in zip(chunks, buffers, strict=True)
         ]
 
@@ -259,6 +259,15 @@ _EUROPEAN = tuple("bg cs da de el en es et fi fr hr hu it lt lv mt nl pl pt ro r
 def languages_of(config: ParakeetConfig) -> tuple[str, ...]:
     """ISO 639-1 codes of what a checkpoint writes, which its files do not say."""
     return _EUROPEAN if config.vocabulary_size == _MULTILINGUAL_VOCABULARY else _ENGLISH
+
+
+def _decoded(
+    backend: Backend, batch: Sequence[tuple[Tensor, TransducerState]]
+) -> list[tuple[list[Emission], TransducerState]]:
+    """What the frames say; no frames say nothing, and the backend is not asked."""
+    audible = [(frames, state) for frames, state in batch if len(frames)]
+    spoken = iter(backend.decode(audible) if audible else [])
+    return [next(spoken) if len(frames) else ([], state) for frames, state in batch]
 
 
 def _own(stream: EngineStream) -> ParakeetStream:

@@ -53,10 +53,11 @@ class TorchDecoder:
 
     def __init__(self, model: Parakeet) -> None:
         self._model = model
+        self._start = start(model)
 
     def start(self) -> TransducerState:
         """See ``TransducerDecoder``."""
-        return start(self._model)
+        return self._start
 
     def decode(self, batch: Sequence[tuple[Tensor, TransducerState]]) -> list[tuple[list[Emission], TransducerState]]:
         """See ``TransducerDecoder``."""

@@ -118,3 +118,16 @@ def test_folding_the_batch_norms_changes_nothing() -> None:
         block.conv.fold_norm()  # once more is no fault
     after = model.encode(features, n_frames)
     torch.testing.assert_close(after[0], before[0], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_every_parameter_can_be_trained() -> None:
+    model = small_model().train()
+    features, n_frames = random_features(SMALL, [90, 50], seed=5)
+    frames = model.encode(features, n_frames)  # [B, T, P]
+    nothing = torch.zeros(SMALL.n_predictor_layers, 2, SMALL.d_predictor)
+    predicted, _, _ = model.decoder(torch.randint(SMALL.vocabulary_size, (2, 5)), nothing, nothing)
+    model.joint(frames[:, :, None], predicted[:, None]).square().mean().backward()
+    without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert without == []
+    unmoved = [name for name, parameter in model.named_parameters() if not parameter.grad.any()]
+    assert unmoved == []
