@@ -8,8 +8,8 @@ Servers and callers are processes of one machine; each caller speaks a recording
 packets, as it would be spoken. Weights are random, of the size of 0.6B v3, with the blank made likely enough for about
 as many words as speech has: what is written means nothing, what it costs does; ``--model`` takes a real one. Each
 answer ends in a tentative word that names the last sample that was heard, so that a caller knows how late it is: from
-the moment at which a chunk's last sample was spoken, one chunk behind what the answer before had heard, to the arrival
-of the partial. Waiting for a busy engine counts; the first chunk behind a pause is left out.
+the sending of the packet that has a chunk's last sample, one chunk behind what the answer before had heard, to the
+arrival of the partial. Waiting for a busy engine counts; the first chunk behind a pause is left out.
 """
 
 import argparse
@@ -165,7 +165,7 @@ def open_backend(name: str) -> Any:
     from models.devices import TORCH_CPU
     from models.parakeet.backend import TorchBackend
     from models.parakeet.device_backend import megakernel_on_device, torch_on_device
-    from models.parakeet.loading import MAX_FRAMES
+    from models.parakeet.loading import MAX_FRAMES, USUAL_FRAMES
     from models.timeline import Timeline
     from models.wheels import cache_folder
 
@@ -179,7 +179,7 @@ def open_backend(name: str) -> Any:
         model = random_model()
         make_talkative(model)
     opened = {"megakernel": megakernel_on_device, "torch-cuda": torch_on_device}[name]
-    backend = opened(model, timeline, cache=cache_folder() / "cubins", max_frames=MAX_FRAMES, usual_frames=144)
+    backend = opened(model, timeline, cache=cache_folder() / "cubins", max_frames=MAX_FRAMES, usual_frames=USUAL_FRAMES)
     print(f"opened: {timeline}", file=sys.stderr, flush=True)
     return backend
 
@@ -285,7 +285,8 @@ class Callers:
             marks = MARK.findall(message) if '"partial"' in message else []
             heard = int(marks[-1][0]) if marks and not marks[-1][1] else None
             if heard is not None and before is not None and heard >= before + chunk_samples:
-                due_s = began_s + (before + chunk_samples) / SAMPLE_RATE_HZ
+                n_packets = -(-(before + chunk_samples) // self.packet_samples)
+                due_s = began_s + n_packets * self.packet_samples / SAMPLE_RATE_HZ
                 self.late_ms.append((time.monotonic() - due_s) * 1e3)
             before = heard
 
@@ -512,7 +513,7 @@ def main() -> None:
     parser.add_argument("--caller-processes", type=int, default=6)
     parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS))
     parser.add_argument("--seconds", type=float, default=8.0, help="of each step")
-    parser.add_argument("--packet-ms", type=int, default=80)
+    parser.add_argument("--packet-ms", type=int, default=40)
     parser.add_argument("--chunk-ms", type=int, default=320)
     parser.add_argument("--left-ms", type=int, default=10_000)
     parser.add_argument("--right-ms", type=int, default=1_040)
@@ -536,8 +537,8 @@ def main() -> None:
             f"{arguments.model or 'Random weights'} on {fleet.backend()}, {arguments.servers} server process(es), "
             f"{arguments.caller_processes} of callers; {len(speech) / 2 / SAMPLE_RATE_HZ:.0f} s of speech in packets "
             f"of {arguments.packet_ms} ms; left context {arguments.left_ms} ms, chunks {arguments.chunk_ms} ms, right "
-            f"context {arguments.right_ms} ms. {arguments.seconds:g} s a row. How late: from a chunk's last sample, "
-            "right context included, to the caller's having its partial.\n"
+            f"context {arguments.right_ms} ms. {arguments.seconds:g} s a row. How late: from the sending of the packet "
+            "with a chunk's last sample, right context included, to the caller's having its partial.\n"
         )
         print(HEAD, flush=True)
         levels = climb(fleet, arguments.steps, arguments.seconds)

@@ -27,6 +27,18 @@ from .fused import Layer, Lengths, Linear, Norm, Strides
 
 ENTRY = "encoder.cu"
 SIZES_HEADER = "sizes.h"
+KERNELS = (  # besides the products
+    "silu",
+    "advance_floats",
+    "advance_bf16",
+    "attend",
+    "convolve",
+    "first_strides",
+    "second_stride",
+    "cut_frames",
+    "mel_logarithms",
+    "normalise",
+)
 
 Argument: TypeAlias = Tensor | int | float | None
 
@@ -185,12 +197,13 @@ class DeviceKernels:
         self.n_sms = device.n_sms
         self._is_dependent = device.capability >= (9, 0)
         self._module = call("cuModuleLoadData", np.frombuffer(cubin.code, np.uint8).ctypes.data)
+        spread = [product for product in products(config, n_sms=device.n_sms).values() if product is not None]
+        names = {*KERNELS, *(product.kernel for product in spread)}
         self._functions: dict[str, Any] = {
-            name: call("cuModuleGetFunction", self._module, name.encode()) for name in cubin.usage
+            name: call("cuModuleGetFunction", self._module, name.encode()) for name in names
         }
-        for product in products(config, n_sms=device.n_sms).values():
-            if product is not None:
-                opt_in(self._functions[product.kernel], product.shared_bytes)
+        for product in spread:
+            opt_in(self._functions[product.kernel], product.shared_bytes)
 
     def launch(
         self, name: str, arguments: Sequence[Argument], blocks: tuple[int, int, int], n_threads: int, shared_bytes: int

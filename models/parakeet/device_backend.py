@@ -25,12 +25,11 @@ from .graph_decoder import BATCHES, GraphDecoder
 from .greedy import Emission, TransducerDecoder, TransducerState
 from .megakernel_backend import MegakernelBackend, decoder_on
 from .reference import Parakeet
-from .stage import Listener, Stage, bucket, buckets
+from .stage import Listener, Stage, bucket
 
 log = logging.getLogger(__name__)
 
 MAX_BUFFERS = 64  # heard together
-_PREPARED_FRAMES = 192  # up to which lone buffers find their graph ready
 
 
 class DeviceBackend:
@@ -113,7 +112,7 @@ def listener_on_device(
     max_frames: int,
     usual_frames: int,
 ) -> Listener:
-    """What hears buffers of at most ``max_frames``, with graphs for those that are likely: full batches of the usual.
+    """What hears buffers of at most ``max_frames``, with graphs ready for those of up to ``usual_frames``.
 
     ``model`` is on the CPU or the device. Compiled kernels are kept in ``cache``.
 
@@ -128,7 +127,7 @@ def listener_on_device(
     with timeline.part("encoder graphs"):
         torch.cuda.synchronize()  # what was made on torch's own stream is used on another
         listener = Listener(stage, stream)
-        listener.prepare([(1, n) for n in buckets(_PREPARED_FRAMES)] + [(n, usual_frames) for n in BATCHES])
+        listener.prepare(usual_frames)
     return listener
 
 

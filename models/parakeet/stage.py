@@ -26,6 +26,7 @@ from .reference import Parakeet
 # Frames that buffers are padded to: up to each limit in steps of so many. Padding changes nothing but the time.
 _STEPS_FRAMES = ((32, 4), (64, 8), (256, 16), (512, 32))
 _LONG_STEP_FRAMES = 128
+_TOGETHER_STEP_FRAMES = 32  # of several buffers, at least, so that their shapes are few enough to be ready beforehand
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)  # buffers of a pass; missing ones are padding too
 _PASS_COST_FRAMES = 500  # what a pass costs besides, as frames: 0.6B on an H200, 176 to 2816 rows
 
@@ -38,9 +39,16 @@ def bucket(n_frames: int) -> int:
     return -(-n_frames // _LONG_STEP_FRAMES) * _LONG_STEP_FRAMES
 
 
-def buckets(max_frames: int) -> list[int]:
-    """Every bucket of buffers up to ``max_frames``."""
-    return sorted({bucket(n_frames) for n_frames in range(1, max_frames + 1)})
+def room_for(n_frames: int, batch: int) -> int:
+    """The frames at which ``batch`` buffers of up to ``n_frames`` are encoded together."""
+    if batch > 1:
+        n_frames = -(-n_frames // _TOGETHER_STEP_FRAMES) * _TOGETHER_STEP_FRAMES
+    return bucket(n_frames)
+
+
+def shapes(max_frames: int) -> list[tuple[int, int]]:
+    """Every (buffers, frames) at which buffers up to ``max_frames`` are encoded."""
+    return sorted({(batch, room_for(n, batch)) for batch in _BATCHES for n in range(1, max_frames + 1)})
 
 
 def n_frames_of(n_samples: int) -> int:
@@ -56,10 +64,10 @@ def passes(lengths: Sequence[int]) -> list[tuple[int, int, list[int]]]:
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     best: list[tuple[int, list[tuple[int, int, list[int]]]]] = [(0, [])]  # cost and passes of the shortest i buffers
     for end in range(1, len(order) + 1):
-        room = bucket(lengths[order[end - 1]])
         ways = []
         for size in range(1, min(end, _BATCHES[-1]) + 1):
             batch = next(batch for batch in _BATCHES if batch >= size)
+            room = room_for(lengths[order[end - 1]], batch)
             cost, before = best[end - size]
             ways.append((cost + _PASS_COST_FRAMES + batch * room, [*before, (batch, room, order[end - size : end])]))
         best.append(min(ways, key=lambda way: way[0]))
@@ -210,11 +218,10 @@ class Listener:
         # Memory that this listener's graphs share, since no two of them run at a time; a pool ends with its last graph.
         self._pool: Any = None if stream is None else torch.cuda.graph_pool_handle()  # torch's own type is private
 
-    def prepare(self, shapes: Sequence[tuple[int, int]]) -> None:
-        """Have what is needed for passes of these (buffers, frames) ready before it is asked for."""
-        for batch, n_frames in shapes:
-            for padded_batch, room, _ in passes([n_frames] * batch):
-                self._of(padded_batch, room)
+    def prepare(self, max_frames: int) -> None:
+        """Have what is needed for buffers up to ``max_frames`` ready before it is asked for."""
+        for batch, room in shapes(max_frames):
+            self._of(batch, room)
 
     @torch.inference_mode()
     def listen(self, buffers: Sequence[NDArray[np.float32]]) -> list[Tensor]:

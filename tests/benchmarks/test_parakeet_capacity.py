@@ -63,13 +63,13 @@ def test_what_waited_is_late_by_its_wait_and_the_first_of_an_utterance_does_not_
     monkeypatch.setattr("time.monotonic", lambda: 1.5)
     said = [
         marked(8_000),  # the first
-        marked(13_120),  # due at 0.82 s: heard at once
+        marked(13_120),  # due at 0.82 s, in the packet that ends at 0.84 s
         '{"type":"ack"}',
-        marked(20_000),  # due at 1.14 s: waited
+        marked(20_000),  # due at 1.14 s, in the packet that ends at 1.16 s
         marked(21_000, is_final=True),  # a pause
         marked(30_000),
     ]
-    callers = Callers([], b"", 1280, 320, 0)
+    callers = Callers([], b"", 640, 320, 0)
     socket: Any = Socket(said)
     asyncio.run(callers._listen(socket, 0.0))
-    assert callers.late_ms == pytest.approx([680.0, 360.0])
+    assert callers.late_ms == pytest.approx([660.0, 340.0])

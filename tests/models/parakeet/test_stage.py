@@ -17,6 +17,7 @@ from megakernel.errors import CompilerMissingError
 from models.mel import mel_filters
 from models.parakeet.config import FRAME_SAMPLES, ParakeetConfig
 from models.parakeet.device import (
+    KERNELS,
     KernelOperations,
     Product,
     To,
@@ -31,7 +32,7 @@ from models.parakeet.encoder import n_encoder_frames
 from models.parakeet.features import FFT_SAMPLES, MIN_SAMPLES, log_mel
 from models.parakeet.fused import SAMPLES_BEHIND, Lengths, Operations, TorchOperations
 from models.parakeet.reference import Parakeet
-from models.parakeet.stage import Listener, Stage, bucket, n_frames_of, passes
+from models.parakeet.stage import Listener, Stage, bucket, n_frames_of, passes, room_for, shapes
 from tests.models.parakeet.emulator import COMPILER, EmulatedKernels
 
 SMALL = ParakeetConfig(32, 2, 64, 4, 96, 9, 32, 48, 1, 33, 32)
@@ -103,12 +104,18 @@ def test_each_buffer_is_in_one_pass_that_has_room_for_it(lengths: list[int]) -> 
     assert sorted(index for _, _, indices in taken for index in indices) == list(range(len(lengths)))
     for batch, room, indices in taken:
         assert len(indices) <= batch <= 64
-        assert room == bucket(max(lengths[index] for index in indices))
+        assert room == room_for(max(lengths[index] for index in indices), batch)
+        assert (batch, room) in shapes(600)
+
+
+def test_shapes_that_streams_need_are_few_enough_to_be_ready() -> None:
+    assert len(shapes(150)) < 60
+    assert {(1, 28), (1, 144), (2, 160), (64, 32)} <= set(shapes(150))
 
 
 def test_buffers_of_a_length_share_a_pass_and_a_long_one_has_its_own() -> None:
-    assert passes([25] * 16) == [(16, 28, list(range(16)))]
-    assert [(batch, room) for batch, room, _ in passes([25] * 16 + [600])] == [(16, 28), (1, 640)]
+    assert passes([25] * 16) == [(16, 32, list(range(16)))]
+    assert [(batch, room) for batch, room, _ in passes([25] * 16 + [600])] == [(16, 32), (1, 640)]
 
 
 def test_a_buffer_that_has_no_features_or_no_room_is_refused() -> None:
@@ -200,7 +207,7 @@ def test_kernels_compile_for_every_architecture_and_keep_to_their_registers(arch
     cubin = build(V3, arch=arch, n_sms=132, cache=None)
     assert {name for name, usage in cubin.usage.items() if usage.spill_bytes} == set()
     ours = [product.kernel for product in products(V3, n_sms=132).values() if product]
-    assert {"attend", "convolve", "advance_floats", *ours} <= set(cubin.usage)
+    assert {*KERNELS, *ours} == set(cubin.usage)
     assert max(cubin.usage[name].registers for name in ours) <= 128  # two blocks of 256 threads on an SM
 
 
