@@ -16,6 +16,7 @@ from .isa import (
     BATCH_GRANULES,
     BEST_WORDS,
     BLOCK_STATS_WORDS,
+    GATES,
     GRANULE_ROWS,
     GRANULE_UNITS,
     MAX_SLOTS,
@@ -41,7 +42,8 @@ FIXED_BYTES = 4864  # of what every program has at hand: parameters, slots, rows
 STATS_BYTES = 2 * 2 * WORD_BYTES  # for a row's sum and sum of squares over STATS_ELEMENTS, by parity of the phase
 AUX_GRANULE_BYTES = GRANULE_ROWS * 2 * WORD_BYTES
 ALIGN_BYTES = 128  # of the parts of shared memory
-TRANSDUCER_FIXED_BYTES = 3072  # the same of a transducer (`struct Misc` in transducer.cuh)
+TRANSDUCER_FIXED_BYTES = 2048  # the same of a transducer (`struct Misc` in transducer_layout.cuh)
+TABLE_UNITS = 32  # of a layer on an SM, of which what a token adds is fetched ahead: one for each lane
 STAGE = "memory"
 
 
@@ -102,7 +104,7 @@ def lay_out(phases: Sequence[PhaseTasks], schedule: Schedule, target: Target, si
         ring_tiles = target.ring_tiles(misc_bytes)
     else:
         x_bytes = target.max_rows * (max(phase.k for phase in phases) * 2 + X_ROW_PAD_BYTES)
-        records_bytes = _transducer_bytes(phases, schedule, sizes)
+        records_bytes = _transducer_bytes(phases, schedule, target, sizes)
         misc_bytes = -(-(records_bytes + aux_granules * AUX_GRANULE_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
         ring_tiles = (target.shared_bytes - x_bytes - SUMS_BYTES - misc_bytes) // (N_WARPS * TILE_BYTES)
         ring_tiles = min(ring_tiles, int(warp_tiles[:, :, 1].max()))
@@ -201,11 +203,11 @@ def kept_granules(phases: Sequence[PhaseTasks], schedule: Schedule) -> int:
     return int(schedule.n_granules[own].max()) if any(own) else 0
 
 
-def _transducer_bytes(phases: Sequence[PhaseTasks], schedule: Schedule, sizes: Sizes) -> int:
-    """Records, and of every layer's granules the kept products and the cells of every slot."""
+def _transducer_bytes(phases: Sequence[PhaseTasks], schedule: Schedule, target: Target, sizes: Sizes) -> int:
+    """Of every row 32 units' entries of the table; of every layer's granules what all slots have kept, and cells."""
     granule_bytes = MAX_SLOTS * (GRANULE_ROWS + GRANULE_UNITS) * WORD_BYTES
-    records = len(phases) * (len(Task) + len(Phase) + N_WARPS) * WORD_BYTES
-    return TRANSDUCER_FIXED_BYTES + records + sizes.n_layers * kept_granules(phases, schedule) * granule_bytes
+    entries = target.max_rows * TABLE_UNITS * GATES * WORD_BYTES
+    return TRANSDUCER_FIXED_BYTES + entries + sizes.n_layers * kept_granules(phases, schedule) * granule_bytes
 
 
 # ---------------------------------------------------------------------- exchange area

@@ -58,7 +58,7 @@ def owner_of(phase: PhaseTasks) -> Hashable | None:
 
 def _fill(phase: PhaseTasks, sm_bytes: Sequence[int], *, is_at_hand: bool) -> NDArray[np.int64]:
     """Granules of each SM: one at a time to the SM with the fewest bytes so far, none far above the mean."""
-    n_sms = len(sm_bytes)
+    n_all = n_sms = len(sm_bytes)
     mean = -(-phase.n_granules // n_sms)
     # A phase lasts as long as its slowest SM, so it evens out little of what lies before; the last one, all it can.
     limit = mean + (0 if is_at_hand else max(1, mean // 8) if phase.op is Op.HEAD else 1)
@@ -66,6 +66,10 @@ def _fill(phase: PhaseTasks, sm_bytes: Sequence[int], *, is_at_hand: bool) -> ND
     at_least = 1 if phase.op in (Op.HEAD, Op.JOINT) else 0
     if phase.n_granules < at_least * n_sms:
         raise CompileError(STAGE, phase, f"the head's {phase.n_granules} granules give each of {n_sms} SMs one")
+    if is_at_hand and phase.op is not Op.JOINT and n_sms > 1:
+        # The last SM talks to the host meanwhile; nobody waits for it before the joint.
+        n_sms, sm_bytes = n_sms - 1, sm_bytes[:-1]
+        limit = -(-phase.n_granules // n_sms)
     counts = np.full(n_sms, at_least, np.int64)
     granule_bytes = phase.granule_bytes or 1  # an LSTM with a table has none, and is shared out evenly too
     queue = [(bytes_ + at_least * granule_bytes, sm) for sm, bytes_ in enumerate(sm_bytes)]
@@ -77,7 +81,7 @@ def _fill(phase: PhaseTasks, sm_bytes: Sequence[int], *, is_at_hand: bool) -> ND
             heapq.heapreplace(queue, (bytes_ + granule_bytes, sm))
         else:
             heapq.heappop(queue)
-    return counts
+    return np.pad(counts, (0, n_all - n_sms))
 
 
 def _rotate(phases: Sequence[PhaseTasks], n_granules: NDArray[np.int64]) -> NDArray[np.int64]:

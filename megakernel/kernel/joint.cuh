@@ -14,42 +14,67 @@ __device__ __forceinline__ u32 joint_pair(u32 frame, u32 predicted) {
     return pack_bf16(relu(low_bf16(frame) + low_bf16(predicted)), relu(high_bf16(frame) + high_bf16(predicted)));
 }
 
-// The rows of the step into shared memory. A warp takes an eighth of the columns, a lane four elements of every row.
+// The rows of the step into shared memory. A warp takes an eighth of the columns, a lane four elements of every row; a
+// slot's prediction is asked for with its first row. → whether all came
 template <int P>
-__device__ __forceinline__ void load_joint(const Machine m) {
+__device__ __forceinline__ bool load_joint(const Machine m) {
     constexpr u32 LANES = At<P>::K / N_WARPS / 4;
     static_assert(LANES <= 32, "a lane has four elements of a row");
     const State& state = m.misc().state;
-    const u32 n_rows = state.n_rows;
+    const u32 n_rows = state.n_rows, starts = state.starts, stepping = state.stepping;
     if (m.lane() < LANES) {
         const u32 element = (m.warp() * LANES + m.lane()) * 4;
         const u16* frames = m.at<const u16>(PARAMETER_FRAMES) + element;
         uint2 own[TARGET_ROWS];
-        u32 slots = 0;
 #pragma unroll
         for (u32 row = 0; row < TARGET_ROWS; row++) {
             if (row >= n_rows) break;
             const uint2 at = state.rows[row];
-            own[row] = __ldcg((const uint2*)(frames + ((u64)at.x * N_FRAMES + at.y) * At<P>::K));
-            slots |= 1u << at.x;
+            own[row] = __ldcg((const uint2*)(frames + (at.x * N_FRAMES + at.y) * At<P>::K));
         }
         const u64* from = row_words(m, At<P>::INPUT, At<P>::K, 0) + element / 2;
-        Pair predicted[MAX_SLOTS];
-        take_pairs<MAX_SLOTS>(
-            m, slots, predicted, [&](u32 slot) { return from + slot * (At<P>::K / 2); },
-            [&](u32 slot) { return state.stepping >> slot & 1 ? m.epoch + At<P>::INPUT_EPOCH : state.slots[slot].predicted; });
+        unsigned char* to = m.x() + element * 2;
+        Wait wait;
+        if (starts == 1) {  // one slot has all rows
+            const u32 slot = state.rows[0].x;
+            const u32 epoch = stepping >> slot & 1 ? m.epoch + At<P>::INPUT_EPOCH : state.slots[slot].predicted;
+            from += slot * (At<P>::K / 2);
+            Pair pair = peek_pair(from);
+            while ((pair.first_epoch != epoch || pair.second_epoch != epoch) && !wait.is_over(m)) pair = peek_pair(from);
 #pragma unroll
-        for (u32 slot = 0; slot < MAX_SLOTS; slot++) {
-            if (!(slots >> slot & 1)) continue;
-            const u32 first = state.slots[slot].first_row, end = first + state.slots[slot].n_rows;
+            for (u32 row = 0; row < TARGET_ROWS; row++) {
+                if (row >= n_rows) break;
+                *(uint2*)(to + row * At<P>::STRIDE) =
+                    make_uint2(joint_pair(own[row].x, pair.first), joint_pair(own[row].y, pair.second));
+            }
+        } else {
+            Pair pairs[TARGET_ROWS];
+            u32 missing = starts;
+            while (missing != 0) {
 #pragma unroll
-            for (u32 row = 0; row < TARGET_ROWS; row++)
-                if (row >= first && row < end)
-                    *(uint2*)(m.x() + row * At<P>::STRIDE + element * 2) =
-                        make_uint2(joint_pair(own[row].x, predicted[slot].first), joint_pair(own[row].y, predicted[slot].second));
+                for (u32 row = 0; row < TARGET_ROWS; row++)
+                    if (missing >> row & 1) pairs[row] = peek_pair(from + state.rows[row].x * (At<P>::K / 2));
+#pragma unroll
+                for (u32 row = 0; row < TARGET_ROWS; row++) {
+                    if (!(missing >> row & 1)) continue;
+                    const u32 slot = state.rows[row].x;
+                    const u32 epoch = stepping >> slot & 1 ? m.epoch + At<P>::INPUT_EPOCH : state.slots[slot].predicted;
+                    if (pairs[row].first_epoch == epoch && pairs[row].second_epoch == epoch) missing &= ~(1u << row);
+                }
+                if (missing != 0 && wait.is_over(m)) break;
+            }
+            Pair pair = pairs[0];
+#pragma unroll
+            for (u32 row = 0; row < TARGET_ROWS; row++) {
+                if (row >= n_rows) break;
+                if (starts >> row & 1) pair = pairs[row];
+                *(uint2*)(to + row * At<P>::STRIDE) =
+                    make_uint2(joint_pair(own[row].x, pair.first), joint_pair(own[row].y, pair.second));
+            }
         }
     }
     __syncthreads();
+    return m.misc().dead == 0;
 }
 
 struct LogSum {  // log of a sum of exponentials, as largest term and sum relative to it
@@ -115,24 +140,26 @@ __device__ __forceinline__ void publish_best(const Machine m, u32 row, const Bes
 template <int P, int ROWS>
 struct Logits {
     static constexpr int N = ROWS / N_WARPS, PER_LANE = (int)(At<P>::BATCH * GRANULE_ROWS + 31) / 32;
-    float value[N][PER_LANE];  // no number where there is none
-    bool is_one[PER_LANE];
+    float value[N][PER_LANE];
+    bool is_token[PER_LANE], is_duration[PER_LANE];
     u32 token[PER_LANE];  // row of the padded weight
 };
 
 template <int P, int ROWS>
-__device__ __forceinline__ void read_logits(const Machine m, Logits<P, ROWS>& logits, u32 first) {
-    const u32* task = m.misc().tasks[P];
+__device__ __forceinline__ void read_logits(const Machine m, const Own& own, Logits<P, ROWS>& logits, u32 first) {
 #pragma unroll
     for (int i = 0; i < logits.PER_LANE; i++) {
         const u32 local = m.lane() + 32 * i, in_batch = local / GRANULE_ROWS, column = local % GRANULE_ROWS;
-        logits.is_one[i] = in_batch < At<P>::BATCH && first + in_batch < task[TASK_N_GRANULES];
-        logits.token[i] = (task[TASK_FIRST_GRANULE] + first) * GRANULE_ROWS + local;
-        if (!logits.is_one[i]) continue;
-        const float bias = m.misc().aux[(task[TASK_AUX] + first + in_batch) * GRANULE_ROWS + column].y;
+        const bool is_one = in_batch < At<P>::BATCH && first + in_batch < own.n;
+        const u32 token = (own.first + first) * GRANULE_ROWS + local;
+        logits.token[i] = token;
+        logits.is_token[i] = is_one && token < N_TOKENS;
+        logits.is_duration[i] = is_one && token >= FIRST_DURATION && token < FIRST_DURATION + N_DURATIONS;
+        if (!is_one) continue;
+        const float bias = m.misc().bias[(own.aux + first + in_batch) * GRANULE_ROWS + column];
 #pragma unroll
         for (int r = 0; r < logits.N; r++) {
-            const float* at = sums_of<P, ROWS>(m, m.sums(), in_batch, m.warp() + r * N_WARPS) + column;
+            const float* at = sums_of<P, ROWS>(own, m.sums(), in_batch, m.warp() + r * N_WARPS) + column;
             float y = at[0];
 #pragma unroll
             for (int w = 1; w < (int)At<P>::K_WARPS; w++) y += at[w * ROWS * GRANULE_ROWS];
@@ -142,60 +169,49 @@ __device__ __forceinline__ void read_logits(const Machine m, Logits<P, ROWS>& lo
 }
 
 template <int P, int ROWS>
-__device__ __forceinline__ void joint_rows(const Machine m) {
-    const u32* task = m.misc().tasks[P];
-    const u32 n = task[TASK_N_GRANULES], n_rows = m.misc().state.n_rows;
-    const u32 first_row = task[TASK_FIRST_GRANULE] * GRANULE_ROWS;
-    const bool has_durations = first_row <= FIRST_DURATION && FIRST_DURATION < first_row + n * GRANULE_ROWS;
+__device__ __forceinline__ void joint_rows(const Machine m, const Own& own, bool is_alive) {
+    const u32 n_rows = m.misc().state.n_rows, first_row = own.first * GRANULE_ROWS;
+    const bool has_durations = first_row <= FIRST_DURATION && FIRST_DURATION < first_row + own.n * GRANULE_ROWS;
     Best best[ROWS / N_WARPS], duration[ROWS / N_WARPS];
     LogSum sum[ROWS / N_WARPS];
 #pragma unroll 1
-    for (u32 first = 0; first < n; first += At<P>::BATCH) {
+    for (u32 first = 0; first < own.n; first += At<P>::BATCH) {
         if (first != 0) __syncthreads();
-        batch_sums<P, ROWS, (ROWS > 8)>(m, m.sums(), first / At<P>::BATCH);
+        batch_sums<P, ROWS, (ROWS > 8)>(m, own, m.sums(), first / At<P>::BATCH);
+        if (m.warp() >= n_rows) continue;
         Logits<P, ROWS> logits;
-        read_logits<P, ROWS>(m, logits, first);
-        const bool is_last = first + At<P>::BATCH >= n;
+        read_logits<P, ROWS>(m, own, logits, first);
+        const bool is_last = first + At<P>::BATCH >= own.n;
 #pragma unroll
         for (int r = 0; r < logits.N; r++) {
             const u32 row = m.warp() + r * N_WARPS;
             if (row >= n_rows) break;
 #pragma unroll
-            for (int i = 0; i < logits.PER_LANE; i++)
-                if (logits.is_one[i] && logits.token[i] < N_TOKENS) best[r].offer(logits.value[r][i], logits.token[i]);
-            if (!is_last) continue;
-            const Best all = over_warp(best[r]);
-            if (m.lane() == 0 && !m.misc().dead) publish_best<P>(m, row, all);
-        }
-        if (has_durations) {
-#pragma unroll
-            for (int r = 0; r < logits.N; r++)
-#pragma unroll
-                for (int i = 0; i < logits.PER_LANE; i++)
-                    if (logits.is_one[i] && logits.token[i] >= FIRST_DURATION && logits.token[i] < FIRST_DURATION + N_DURATIONS)
-                        duration[r].offer(logits.value[r][i], logits.token[i] - FIRST_DURATION);
-            if (is_last) {
-#pragma unroll
-                for (int r = 0; r < logits.N; r++) {
-                    const u32 row = m.warp() + r * N_WARPS;
-                    const Best all = over_warp(duration[r]);
-                    if (row < n_rows && m.lane() == 0 && !m.misc().dead)
-                        publish(sum_word<P>(m, m.parity(), row, N_SMS), all.token, m.epoch + At<P>::EPOCH);
-                }
+            for (int i = 0; i < logits.PER_LANE; i++) {
+                if (logits.is_token[i]) best[r].offer(logits.value[r][i], logits.token[i]);
+                if (logits.is_duration[i]) duration[r].offer(logits.value[r][i], logits.token[i] - FIRST_DURATION);
             }
+            if (!is_last) continue;
+            if (has_durations) {
+                const Best all = over_warp(duration[r]);
+                if (m.lane() == 0 && is_alive)
+                    publish(sum_word<P>(m, m.parity(), row, N_SMS), all.token, m.epoch + At<P>::EPOCH);
+            }
+            const Best all = over_warp(best[r]);
+            if (m.lane() == 0 && is_alive) publish_best<P>(m, row, all);
         }
 #pragma unroll
         for (int r = 0; r < logits.N; r++)
 #pragma unroll
             for (int i = 0; i < logits.PER_LANE; i++)
-                if (logits.is_one[i] && logits.token[i] < N_TOKENS) sum[r].add(logits.value[r][i]);
+                if (logits.is_token[i]) sum[r].add(logits.value[r][i]);
     }
 #pragma unroll
     for (int r = 0; r < ROWS / N_WARPS; r++) {
         const u32 row = m.warp() + r * N_WARPS;
         if (row >= n_rows) break;
         const float all = over_warp(sum[r]);
-        if (m.lane() == 0 && !m.misc().dead)
+        if (m.lane() == 0 && is_alive)
             publish(sum_word<P>(m, m.parity(), row, m.sm()), __float_as_uint(all), m.epoch + At<P>::EPOCH);
     }
 }
@@ -234,7 +250,8 @@ __device__ __noinline__ void watch_door(const Machine m) {
 }
 
 template <int P>
-__device__ __forceinline__ void joint(const Machine m, u32& loaded) {
+__device__ __forceinline__ void joint(const Machine m, const Own& own) {
+    __syncthreads();  // the rows are made
     const State& state = m.misc().state;
     if (m.sm() == CONTROL_SM && m.thread() == 0 && state.n_active != 0) publish_control<P>(m, 0);
     if (state.n_rows == 0) {
@@ -242,10 +259,11 @@ __device__ __forceinline__ void joint(const Machine m, u32& loaded) {
         if (m.sm() == CONTROL_SM && state.n_active == 0) watch_door<P>(m);
         return;
     }
-    loaded = NO_INPUT;
-    load_joint<P>(m);
-    if (state.n_rows <= 8)
-        joint_rows<P, 8>(m);
+    const bool is_alive = load_joint<P>(m);
+#if TARGET_ROWS > 8
+    if (state.n_rows > 8)
+        joint_rows<P, 16>(m, own, is_alive);
     else
-        joint_rows<P, 16>(m);
+#endif
+        joint_rows<P, 8>(m, own, is_alive);
 }

@@ -20,13 +20,22 @@ struct At {  // the words of phase P
     static constexpr u32 STRIDE = K * 2 + X_ROW_PAD_BYTES;
 };
 
+// This SM's part of a phase, in registers: what would be looked up in every step otherwise.
+struct Own {
+    u32 n, first;  // granules
+    u32 aux;       // of the first granule
+    u32 group;     // of warps, that takes the first granule
+    u32 n_mine;    // granules of this warp's group
+    u32 tile;      // of the warp's part of the tape, the phase's first
+};
+
 #define PREDICTOR_ROWS 8
 static_assert(MAX_SLOTS <= PREDICTOR_ROWS, "a slot has no row");
 static_assert(2 * BATCH_GRANULES * N_WARPS * PREDICTOR_ROWS * GRANULE_ROWS * 4 <= SUMS_BYTES, "two phases' sums");
 
 // ---------------------------------------------------------------------- the tape
 
-// This lane's part of tile ``index`` of its warp's.
+// This lane's part of its warp's tile ``index``.
 __device__ __forceinline__ uint4 tile(const Machine m, u32 index) {
 #if !IS_RESIDENT
     if (index >= RING_TILES) {
@@ -73,19 +82,11 @@ __device__ __forceinline__ void multiply_granules(const Machine m, Sums& sums, u
     }
 }
 
-template <int P>
-__device__ __forceinline__ u32 granules_of_group(const Machine m) {
-    const u32* task = m.misc().tasks[P];
-    const u32 turn = (m.warp() / At<P>::K_WARPS + At<P>::GROUPS - task[TASK_FIRST_GROUP]) % At<P>::GROUPS;
-    return (task[TASK_N_GRANULES] + At<P>::GROUPS - 1 - turn) / At<P>::GROUPS;
-}
-
 // The sums of batch ``batch`` in shared memory, [granule of the group][warp][row of ROWS][8], and the barrier behind.
 template <int P, int ROWS, bool HIGH>
-__device__ __forceinline__ void batch_sums(const Machine m, float* to, u32 batch) {
-    const u32 n_mine = granules_of_group<P>(m), before = batch * BATCH_GRANULES;
-    const u32 first = m.misc().first_tile[P][m.warp()] + before * At<P>::TILES;
-    const u32 n = n_mine > before ? min(n_mine - before, (u32)BATCH_GRANULES) : 0;
+__device__ __forceinline__ void batch_sums(const Machine m, const Own& own, float* to, u32 batch) {
+    const u32 before = batch * BATCH_GRANULES, first = own.tile + before * At<P>::TILES;
+    const u32 n = own.n_mine > before ? min(own.n_mine - before, (u32)BATCH_GRANULES) : 0;
     Sums sums = {};
     static_assert(BATCH_GRANULES == 4, "a case is missing");
     if (n == 1) multiply_granules<P, 1, HIGH>(m, sums, first);
@@ -106,8 +107,8 @@ __device__ __forceinline__ void batch_sums(const Machine m, float* to, u32 batch
 
 // Where granule ``in_batch`` of a batch was summed: its group's first warp's sums of ``row``.
 template <int P, int ROWS>
-__device__ __forceinline__ const float* sums_of(const Machine m, const float* sums, u32 in_batch, u32 row) {
-    const u32 group = (m.misc().tasks[P][TASK_FIRST_GROUP] + in_batch) % At<P>::GROUPS;
+__device__ __forceinline__ const float* sums_of(const Own& own, const float* sums, u32 in_batch, u32 row) {
+    const u32 group = (own.group + in_batch) % At<P>::GROUPS;
     return sums + ((in_batch / At<P>::GROUPS * N_WARPS + group * At<P>::K_WARPS) * ROWS + row) * GRANULE_ROWS;
 }
 
@@ -137,47 +138,44 @@ __device__ __forceinline__ float4 sum_four(const float* at) {
     return y;
 }
 
-// ---------------------------------------------------------------------- waiting
-
-// Those of N pairs of words that ``mask`` names, all asked for together until all are there.
-template <u32 N, class Where, class Epoch>
-__device__ __forceinline__ void take_pairs(const Machine m, u32 mask, Pair (&pairs)[N], Where where, Epoch epoch) {
-    Wait wait;
-    while (true) {
-#pragma unroll
-        for (u32 i = 0; i < N; i++)
-            if (mask >> i & 1) pairs[i] = peek_pair(where(i));
-#pragma unroll
-        for (u32 i = 0; i < N; i++)
-            if ((mask >> i & 1) && pairs[i].first_epoch == epoch(i) && pairs[i].second_epoch == epoch(i)) mask &= ~(1u << i);
-        if (mask == 0 || wait.is_over(m)) return;
-    }
-}
-
 // ---------------------------------------------------------------------- the predictor's rows
 
 #define NO_INPUT 0xffffffffu
 
-// The rows of the stepping slots into shared memory, unless they are there: ``loaded`` says what is. A warp takes an
-// eighth of the columns, a lane four elements of every row, all asked for at once.
+// The rows of the stepping slots into shared memory, unless they are there: ``loaded`` says what is. Slot i is warp i's,
+// each of whose lanes asks for all its words at once. → whether they came
 template <int P>
-__device__ __forceinline__ void load_outputs(const Machine m, u32& loaded) {
-    if (loaded == At<P>::INPUT) return;
-    loaded = At<P>::INPUT;
-    constexpr u32 LANES = At<P>::K / N_WARPS / 4;
-    const u32 stepping = m.misc().state.stepping, epoch = m.epoch + At<P>::INPUT_EPOCH;
-#pragma unroll 1
-    for (u32 lane = m.lane(); lane < LANES; lane += 32) {
-        const u32 element = (m.warp() * LANES + lane) * 4;
-        const u64* from = row_words(m, At<P>::INPUT, At<P>::K, 0) + element / 2;
-        Pair pairs[MAX_SLOTS];
-        take_pairs<MAX_SLOTS>(m, stepping, pairs, [&](u32 slot) { return from + slot * (At<P>::K / 2); }, [&](u32) { return epoch; });
+__device__ __forceinline__ bool load_outputs(const Machine m, u32 stepping, u32& loaded) {
+    if (loaded != At<P>::INPUT) {
+        loaded = At<P>::INPUT;
+        constexpr u32 PAIRS = At<P>::K / 4, PER_LANE = (PAIRS + 31) / 32;  // pairs of words, four elements
+        static_assert(MAX_SLOTS <= N_WARPS, "a slot is a warp's");
+        if (stepping >> m.warp() & 1) {
+            const u32 epoch = m.epoch + At<P>::INPUT_EPOCH;
+            const u64* from = row_words(m, At<P>::INPUT, At<P>::K, m.warp()) + m.lane() * 2;
+            unsigned char* to = m.x() + m.warp() * At<P>::STRIDE + m.lane() * 8;
+            Pair pairs[PER_LANE];
+            Wait wait;
+            bool is_missing = true;
+            while (is_missing) {
+                is_missing = false;
 #pragma unroll
-        for (u32 slot = 0; slot < MAX_SLOTS; slot++)
-            if (stepping >> slot & 1)
-                *(uint2*)(m.x() + slot * At<P>::STRIDE + element * 2) = make_uint2(pairs[slot].first, pairs[slot].second);
+                for (u32 i = 0; i < PER_LANE; i++)
+                    if (PAIRS % 32 == 0 || m.lane() + 32 * i < PAIRS) pairs[i] = peek_pair(from + 64 * i);
+#pragma unroll
+                for (u32 i = 0; i < PER_LANE; i++)
+                    if (PAIRS % 32 == 0 || m.lane() + 32 * i < PAIRS)
+                        is_missing |= pairs[i].first_epoch != epoch || pairs[i].second_epoch != epoch;
+                if (is_missing && wait.is_over(m)) break;
+            }
+#pragma unroll
+            for (u32 i = 0; i < PER_LANE; i++)
+                if (PAIRS % 32 == 0 || m.lane() + 32 * i < PAIRS)
+                    *(uint2*)(to + 256 * i) = make_uint2(pairs[i].first, pairs[i].second);
+        }
+        __syncthreads();
     }
-    __syncthreads();
+    return m.misc().dead == 0;
 }
 
 __device__ __forceinline__ float* predictor_sums(const Machine m, u32 phase) {
@@ -194,15 +192,16 @@ __device__ __forceinline__ float* lstm_state(const Machine m, Parameter which, u
 // One unit of one slot: from its gates to its output, which leaves with its neighbour's. All lanes of a warp come here;
 // those without a unit have ``is_one`` false.
 template <int P>
-__device__ __forceinline__ void step_cell(const Machine m, bool is_one, u32 slot_index, u32 granule, u32 which, float4 gates) {
+__device__ __forceinline__ void step_cell(const Machine m, const Own& own, bool is_one, bool is_alive, u32 slot_index,
+                                          u32 granule, u32 which, float4 gates) {
     constexpr u32 LAYER = At<P>::LAYER;
     float output = 0;
+    const u32 unit = (own.first + granule) * GRANULE_UNITS + which;
     if (is_one) {
         const FrameSlot& slot = m.misc().state.slots[slot_index];
-        const u32 unit = (m.misc().tasks[P][TASK_FIRST_GRANULE] + granule) * GRANULE_UNITS + which;
         float& cell = m.misc().cells[LAYER][granule][slot_index][which];
         float after;
-        if (slot.resumes || slot.feed == FEED_STATE) {
+        if (slot.is_restored()) {
             const float* from = lstm_state(m, slot.resumes ? PARAMETER_STATE_OUT : PARAMETER_STATE_IN, slot_index, LAYER, unit);
             output = __ldcg(from);
             after = __ldcg(from + WIDTH);
@@ -212,106 +211,108 @@ __device__ __forceinline__ void step_cell(const Machine m, bool is_one, u32 slot
             output = sigmoid(gates.w) * fast_tanh(after);
         }
         cell = after;
-        output = low_bf16(pack_bf16(output, 0.0f));
-        float* to = lstm_state(m, PARAMETER_STATE_OUT, slot_index, LAYER, unit);
-        __stcg(to, output);
-        __stcg(to + WIDTH, after);
+        gates.x = after;
     }
     const float other = __shfl_xor_sync(0xffffffffu, output, 1);
-    if (!is_one || m.misc().dead) return;
+    if (!is_one) return;
     const u32 payload = which ? pack_bf16(other, output) : pack_bf16(output, other);
-    u64* p = words(m) + At<P>::OUTPUT + slot_index * (At<P>::N / GATES / 2) + m.misc().tasks[P][TASK_FIRST_GRANULE] + granule;
+    u64* p = words(m) + At<P>::OUTPUT + slot_index * (At<P>::N / GATES / 2) + own.first + granule;
     static_assert(GRANULE_UNITS == 2 && N_REPLICAS % 2 == 0, "each of two units writes half of the replicas");
+    if (is_alive)
 #pragma unroll
-    for (u32 replica = 0; replica < N_REPLICAS; replica += 2)
-        publish(p + (replica + which) * (TARGET_ROWS * At<P>::N / GATES / 2), payload, m.epoch + At<P>::EPOCH);
+        for (u32 replica = 0; replica < N_REPLICAS; replica += 2)
+            publish(p + (replica + which) * (TARGET_ROWS * At<P>::N / GATES / 2), payload, m.epoch + At<P>::EPOCH);
+    float* to = lstm_state(m, PARAMETER_STATE_OUT, slot_index, LAYER, unit);
+    __stcg(to, which ? high_bf16(payload) : low_bf16(payload));
+    __stcg(to + WIDTH, gates.x);
 }
 
-// The layer behind the lookup: its input's product is a row of a table.
+__device__ __forceinline__ float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// Where a table's row has what this lane's unit of the layer behind the lookup needs; of its granules the lane-th half.
 template <int P>
-__device__ __forceinline__ void lstm_of_table(const Machine m) {
-    const u32 n = m.misc().tasks[P][TASK_N_GRANULES], stepping = m.misc().state.stepping;
-    const u32 n_items = n * MAX_SLOTS * GRANULE_UNITS;
+__device__ __forceinline__ const float4* table_entry(const Machine m, const Own& own, u32 token, u32 index) {
+    return m.at<const float4>(PARAMETER_TABLE) + (u64)token * (At<P>::N / GATES) + own.first * GRANULE_UNITS + index;
+}
+
+// The layer behind the lookup: its input's product is a row of a table, which TRANSDUCE has asked for. Slot i is warp i's.
+template <int P>
+__device__ __forceinline__ void lstm_of_table(const Machine m, const Own& own, u32 stepping) {
+    if (!(stepping >> m.warp() & 1)) return;
+    const u32 slot_index = m.warp(), n_units = own.n * GRANULE_UNITS;
+    const FrameSlot& slot = m.misc().state.slots[slot_index];
+    const bool is_alive = m.misc().dead == 0;
 #pragma unroll 1
-    for (u32 begin = m.warp() * 32; begin < n_items; begin += N_THREADS) {
-        const u32 i = begin + m.lane(), which = i % GRANULE_UNITS, granule = i / GRANULE_UNITS % n;
-        const u32 slot_index = i / GRANULE_UNITS / n;
-        const bool is_one = i < n_items && (stepping >> slot_index & 1);
+    for (u32 first = 0; first < n_units; first += 32) {
+        const u32 index = first + m.lane(), granule = index / GRANULE_UNITS, which = index % GRANULE_UNITS;
+        const bool is_one = index < n_units;
         float4 gates = make_float4(0, 0, 0, 0);
-        if (is_one && m.misc().state.slots[slot_index].feed == FEED_TOKEN) {
-            const FrameSlot& slot = m.misc().state.slots[slot_index];
-            const u32 unit = (m.misc().tasks[P][TASK_FIRST_GRANULE] + granule) * GRANULE_UNITS + which;
-            gates = __ldg(m.at<const float4>(PARAMETER_TABLE) + (u64)slot.token * (At<P>::N / GATES) + unit);
-            if (!slot.is_new) {
-                const float4 kept = *(const float4*)&m.misc().kept[At<P>::LAYER][granule][slot_index][which * GATES];
-                gates = make_float4(gates.x + kept.x, gates.y + kept.y, gates.z + kept.z, gates.w + kept.w);
-            }
+        if (is_one && !slot.is_restored()) {
+            gates = first == 0 && slot.row != NO_ROW ? m.misc().entries[slot.row][m.lane()]
+                                                     : __ldg(table_entry<P>(m, own, slot.token, index));
+            if (!slot.is_new) gates = plus(gates, *(const float4*)&m.misc().kept[At<P>::LAYER][granule][slot_index][which * GATES]);
         }
-        step_cell<P>(m, is_one, slot_index, granule, which, gates);
+        step_cell<P>(m, own, is_one, is_alive, slot_index, granule, which, gates);
     }
 }
 
 template <int P>
-__device__ __forceinline__ void lstm(const Machine m, u32& loaded) {
-    load_outputs<P>(m, loaded);
-    const u32 n = m.misc().tasks[P][TASK_N_GRANULES], stepping = m.misc().state.stepping;
+__device__ __forceinline__ void lstm(const Machine m, const Own& own, u32 stepping, u32& loaded) {
+    const bool is_alive = load_outputs<P>(m, stepping, loaded);
     constexpr u32 ITEMS = At<P>::BATCH * MAX_SLOTS * GRANULE_UNITS;
     static_assert(ITEMS <= N_THREADS && ITEMS % 32 == 0, "a unit of a slot is a thread's");
+    const u32 which = m.thread() % GRANULE_UNITS, in_batch = m.thread() / GRANULE_UNITS % At<P>::BATCH;
+    const u32 slot_index = m.thread() / GRANULE_UNITS / At<P>::BATCH;
 #pragma unroll 1
-    for (u32 first = 0; first < n; first += At<P>::BATCH) {
+    for (u32 first = 0; first < own.n; first += At<P>::BATCH) {
         float* sums = predictor_sums(m, P);
         if (first != 0) __syncthreads();
-        batch_sums<P, PREDICTOR_ROWS, false>(m, sums, first / At<P>::BATCH);
-        if (m.thread() >= ITEMS) continue;
-        const u32 which = m.thread() % GRANULE_UNITS, in_batch = m.thread() / GRANULE_UNITS % At<P>::BATCH;
-        const u32 slot_index = m.thread() / GRANULE_UNITS / At<P>::BATCH, granule = first + in_batch;
-        const bool is_one = granule < n && (stepping >> slot_index & 1);
+        batch_sums<P, PREDICTOR_ROWS, false>(m, own, sums, first / At<P>::BATCH);
+        const u32 granule = first + in_batch;
+        const bool is_one = m.thread() < ITEMS && granule < own.n && (stepping >> slot_index & 1);
+        if (!__any_sync(0xffffffffu, is_one)) continue;
         float4 gates = make_float4(0, 0, 0, 0);
         if (is_one) {
-            gates = sum_four<P, PREDICTOR_ROWS>(sums_of<P, PREDICTOR_ROWS>(m, sums, in_batch, slot_index) + which * GATES);
-            if (!m.misc().state.slots[slot_index].is_new) {
-                const float4 kept = *(const float4*)&m.misc().kept[At<P>::LAYER][granule][slot_index][which * GATES];
-                gates = make_float4(gates.x + kept.x, gates.y + kept.y, gates.z + kept.z, gates.w + kept.w);
-            }
-            const float2* aux = m.misc().aux + (m.misc().tasks[P][TASK_AUX] + granule) * GRANULE_ROWS + which * GATES;
-            gates = make_float4(gates.x + aux[0].y, gates.y + aux[1].y, gates.z + aux[2].y, gates.w + aux[3].y);
+            gates = sum_four<P, PREDICTOR_ROWS>(sums_of<P, PREDICTOR_ROWS>(own, sums, in_batch, slot_index) + which * GATES);
+            if (!m.misc().state.slots[slot_index].is_new)
+                gates = plus(gates, *(const float4*)&m.misc().kept[At<P>::LAYER][granule][slot_index][which * GATES]);
+            gates = plus(gates, *(const float4*)&m.misc().bias[(own.aux + granule) * GRANULE_ROWS + which * GATES]);
         }
-        step_cell<P>(m, is_one, slot_index, granule, which, gates);
+        step_cell<P>(m, own, is_one, is_alive, slot_index, granule, which, gates);
     }
 }
 
 // Two neighbouring outputs of one slot for each thread of a batch.
 template <int P, class Epilogue>
-__device__ __forceinline__ void each_pair(const Machine m, u32& loaded, Epilogue epilogue) {
-    load_outputs<P>(m, loaded);
-    const u32 n = m.misc().tasks[P][TASK_N_GRANULES], stepping = m.misc().state.stepping;
+__device__ __forceinline__ void each_pair(const Machine m, const Own& own, u32 stepping, Epilogue epilogue) {
     static_assert(At<P>::BATCH * MAX_SLOTS * 4 <= N_THREADS, "a pair of a slot is a thread's");
+    const u32 pair = m.thread() & 3, in_batch = (m.thread() >> 2) % At<P>::BATCH, slot = (m.thread() >> 2) / At<P>::BATCH;
 #pragma unroll 1
-    for (u32 first = 0; first < n; first += At<P>::BATCH) {
+    for (u32 first = 0; first < own.n; first += At<P>::BATCH) {
         float* sums = predictor_sums(m, P);
         if (first != 0) __syncthreads();
-        batch_sums<P, PREDICTOR_ROWS, false>(m, sums, first / At<P>::BATCH);
-        const u32 pair = m.thread() & 3, in_batch = (m.thread() >> 2) % At<P>::BATCH;
-        const u32 slot = (m.thread() >> 2) / At<P>::BATCH, granule = first + in_batch;
-        if (granule < n && slot < MAX_SLOTS && (stepping >> slot & 1))
-            epilogue(slot, granule, pair, sum_pair<P, PREDICTOR_ROWS>(sums_of<P, PREDICTOR_ROWS>(m, sums, in_batch, slot) + pair * 2));
+        batch_sums<P, PREDICTOR_ROWS, false>(m, own, sums, first / At<P>::BATCH);
+        const u32 granule = first + in_batch;
+        if (granule < own.n && slot < MAX_SLOTS && (stepping >> slot & 1))
+            epilogue(slot, granule, pair, sum_pair<P, PREDICTOR_ROWS>(sums_of<P, PREDICTOR_ROWS>(own, sums, in_batch, slot) + pair * 2));
     }
 }
 
 template <int P>
-__device__ __forceinline__ void recur(const Machine m, u32& loaded) {
-    each_pair<P>(m, loaded, [&](u32 slot, u32 granule, u32 pair, float2 y) {
+__device__ __forceinline__ void recur(const Machine m, const Own& own, u32 stepping, u32& loaded) {
+    load_outputs<P>(m, stepping, loaded);
+    each_pair<P>(m, own, stepping, [&](u32 slot, u32 granule, u32 pair, float2 y) {
         *(float2*)&m.misc().kept[At<P>::LAYER][granule][slot][pair * 2] = y;
     });
 }
 
 template <int P>
-__device__ __forceinline__ void predict(const Machine m, u32& loaded) {
-    each_pair<P>(m, loaded, [&](u32 slot, u32 granule, u32 pair, float2 y) {
-        if (m.misc().dead) return;
-        const u32* task = m.misc().tasks[P];
-        const float4 aux = *(const float4*)(m.misc().aux + (task[TASK_AUX] + granule) * GRANULE_ROWS + pair * 2);
-        publish_row(m, At<P>::OUTPUT, At<P>::N, slot, (task[TASK_FIRST_GRANULE] + granule) * (GRANULE_ROWS / 2) + pair,
-                    pack_bf16(y.x + aux.y, y.y + aux.w), m.epoch + At<P>::EPOCH);
+__device__ __forceinline__ void predict(const Machine m, const Own& own, u32 stepping, u32& loaded) {
+    const bool is_alive = load_outputs<P>(m, stepping, loaded);
+    each_pair<P>(m, own, stepping, [&](u32 slot, u32 granule, u32 pair, float2 y) {
+        if (!is_alive) return;
+        const float2 bias = *(const float2*)&m.misc().bias[(own.aux + granule) * GRANULE_ROWS + pair * 2];
+        publish_row(m, At<P>::OUTPUT, At<P>::N, slot, (own.first + granule) * (GRANULE_ROWS / 2) + pair,
+                    pack_bf16(y.x + bias.x, y.y + bias.y), m.epoch + At<P>::EPOCH);
     });
 }

@@ -8,28 +8,50 @@
 #define DOOR_STEPS 16  // a look at the host takes as long as a hop, so it is taken in some steps only
 #define SM_LANES ((N_SMS + 31) / 32)
 
-// Best tokens of a warp's rows into shared memory.
-template <int P>
-__device__ __forceinline__ void pick_rows(const Machine m) {
-    const u32 n_rows = m.misc().state.n_rows, epoch = m.epoch + At<P>::EPOCH, n = n_rows > 0 ? n_rows : 1;
+// Best tokens of a warp's rows into shared memory, with what the first LSTM needs of each one's row of the table: only one
+// of them will be fed, but by then it is there. Warp 0 also waits for the control word. ``own`` is that LSTM's part.
+// → the control word
+template <int P, int LSTM>
+__device__ __forceinline__ u32 pick_rows(const Machine m, const Own& own) {
+    const u32 n_rows = m.misc().state.n_rows, epoch = m.epoch + At<P>::EPOCH, parity = m.parity();
+    const u64* control_word = words(m) + CONTROL_WORD + parity;
+    const bool is_idle = m.misc().state.n_active == 0;
+    u64 control = 0;
 #pragma unroll 1
-    for (u32 row = m.warp(); row < n; row += N_WARPS) {
-        u32 mask = 0;
-#pragma unroll
-        for (u32 i = 0; i < SM_LANES; i++)
-            if (m.lane() + 32 * i < N_SMS) mask |= 1u << i;
+    for (u32 row = m.warp(); row < n_rows || row == 0; row += N_WARPS) {
+        const u64* from = best_words<P>(m, parity, row, m.lane());
+        const bool waits_for_control = row == 0 && !is_idle;
         Pair pairs[SM_LANES];
-        take_pairs<SM_LANES>(
-            m, mask, pairs, [&](u32 i) { return best_words<P>(m, m.parity(), row, m.lane() + 32 * i); },
-            [&](u32) { return epoch; });
+        u64 duration = 0;
+        Wait wait;
+        bool is_missing = true;
+        while (is_missing) {
+            if (waits_for_control) control = peek(control_word);
+            if (n_rows != 0) duration = peek(sum_word<P>(m, parity, row, N_SMS));
+#pragma unroll
+            for (u32 i = 0; i < SM_LANES; i++)
+                if (m.lane() + 32 * i < N_SMS) pairs[i] = peek_pair(from + 64 * i);
+            is_missing = (waits_for_control && (u32)(control >> 32) != epoch) || (n_rows != 0 && (u32)(duration >> 32) != epoch);
+#pragma unroll
+            for (u32 i = 0; i < SM_LANES; i++)
+                if (m.lane() + 32 * i < N_SMS)
+                    is_missing |= pairs[i].first_epoch != epoch || pairs[i].second_epoch != epoch;
+            is_missing = __any_sync(0xffffffffu, is_missing);
+            if (is_missing && __any_sync(0xffffffffu, wait.is_over(m))) break;
+        }
+        if (n_rows == 0) break;
         Best best;
 #pragma unroll
         for (u32 i = 0; i < SM_LANES; i++)
-            if (mask >> i & 1) best.offer(__uint_as_float(pairs[i].first), pairs[i].second);
+            if (m.lane() + 32 * i < N_SMS) best.offer(__uint_as_float(pairs[i].first), pairs[i].second);
         best = over_warp(best);
-        if (n_rows == 0 || m.lane() != 0) continue;
-        m.misc().picks[row] = {best.logit, best.token, take(m, sum_word<P>(m, m.parity(), row, N_SMS), epoch)};
+        if (m.lane() == 0) m.misc().picks[row] = {best.logit, best.token, (u32)duration};
+        if (m.lane() < own.n * GRANULE_UNITS && best.token != BLANK && best.token < N_TOKENS)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(&m.misc().entries[row][m.lane()])),
+                         "l"(table_entry<LSTM>(m, own, best.token, m.lane()))
+                         : "memory");
     }
+    return is_idle && m.warp() == 0 ? take_some_day(m, control_word, epoch) : (u32)control;
 }
 
 // What the step's picks do to one slot.
@@ -37,6 +59,7 @@ __device__ __forceinline__ void accept(const Machine m, FrameSlot& slot, u32 ind
     const bool only_resumed = slot.resumes && slot.feed == FEED_TOKEN;
     slot.resumes = 0;
     if (only_resumed) return;
+    slot.row = NO_ROW;
     Told& told = m.misc().told[index];
     const u32 begin = slot.frame;
     slot.feed = FEED_NOTHING;
@@ -65,6 +88,7 @@ __device__ __forceinline__ void accept(const Machine m, FrameSlot& slot, u32 ind
         slot.frame += ahead;
         slot.feed = FEED_TOKEN;
         slot.token = pick.token;
+        slot.row = row;
         return;
     }
     if (slot.frame < slot.n_frames) return;
@@ -84,6 +108,7 @@ __device__ __forceinline__ void open_frames(const Machine m, u32 index) {
     slot.is_new = load_gpu(request + FRAME_REQUEST_BEGINS) != 0;
     slot.feed = slot.is_new ? FEED_TOKEN : FEED_STATE;
     slot.token = BLANK;
+    slot.row = NO_ROW;
     m.misc().state.slots[index] = slot;
 }
 
@@ -117,49 +142,73 @@ __device__ __noinline__ void obey(const Machine m, u32 count) {
     }
 }
 
-// The next step's rows, and for whom the predictor steps. Lane s follows slot s, of which ``slot`` is its copy.
-__device__ __forceinline__ void make_rows(const Machine m, FrameSlot& slot) {
+__device__ __forceinline__ bool has_rows(const FrameSlot& slot) {
+    return slot.active && slot.frame < slot.n_frames && !(slot.resumes && slot.feed == FEED_TOKEN);
+}
+
+// For whom the predictor steps. Lane s follows slot s; warp 0.
+__device__ __forceinline__ void keep_slot(const Machine m, const FrameSlot& slot) {
     State& state = m.misc().state;
     const bool is_active = m.lane() < MAX_SLOTS && slot.active;
-    const bool has_rows = is_active && slot.frame < slot.n_frames && !(slot.resumes && slot.feed == FEED_TOKEN);
-    const u32 with_rows = __ballot_sync(0xffffffffu, has_rows), n_with = __popc(with_rows);
-    const u32 share = n_with > 0 ? TARGET_ROWS / n_with : 0;
-    slot.n_rows = has_rows ? min(share, slot.n_frames - slot.frame) : 0;
-    u32 end = slot.n_rows;  // of the slots up to this one
-#pragma unroll
-    for (u32 by = 1; by < MAX_SLOTS; by *= 2) {
-        const u32 before = __shfl_up_sync(0xffffffffu, end, by);
-        if (m.lane() >= by) end += before;
-    }
-    slot.first_row = end - slot.n_rows;
-    for (u32 i = 0; i < slot.n_rows; i++) state.rows[slot.first_row + i] = make_uint2(m.lane(), slot.frame + i);
     if (m.lane() < MAX_SLOTS) state.slots[m.lane()] = slot;
     const u32 stepping = __ballot_sync(0xffffffffu, is_active && (slot.resumes || slot.feed != FEED_NOTHING));
     const u32 active = __ballot_sync(0xffffffffu, is_active);
-    if (m.lane() == MAX_SLOTS - 1) {
-        state.n_rows = end;
+    if (m.lane() == 0) {
         state.stepping = stepping;
         state.n_active = __popc(active);
     }
 }
 
-// The slots as they go on in another launch: what SMs had at hand is lost. Warp 0.
-__device__ __noinline__ void begin_rows(const Machine m) {
-    FrameSlot slot = m.misc().state.slots[m.lane() % MAX_SLOTS];
-    slot.resumes = slot.feed != FEED_STATE && !slot.is_new;
-    make_rows(m, slot);
+// The step's rows, by one warp while the first layer's outputs are on their way.
+__device__ __forceinline__ void make_rows(const Machine m) {
+    State& state = m.misc().state;
+    FrameSlot& slot = state.slots[m.lane() % MAX_SLOTS];
+    const bool is_one = m.lane() < MAX_SLOTS && has_rows(slot);
+    const u32 with_rows = __ballot_sync(0xffffffffu, is_one), n_with = __popc(with_rows);
+    const u32 share = n_with > 1 ? TARGET_ROWS / n_with : TARGET_ROWS;
+    const u32 n_rows = is_one ? min(share, slot.n_frames - slot.frame) : 0;
+    u32 end = n_rows, start = is_one;  // rows of the slots up to this one; as a bit, the first of them
+    if (n_with > 1) {
+#pragma unroll
+        for (u32 by = 1; by < MAX_SLOTS; by *= 2) {
+            const u32 before = __shfl_up_sync(0xffffffffu, end, by);
+            if (m.lane() >= by) end += before;
+        }
+        start = is_one ? 1u << (end - n_rows) : 0;
+    } else {
+        end = __reduce_max_sync(0xffffffffu, n_rows);
+    }
+    start = __reduce_or_sync(0xffffffffu, start);
+    if (m.lane() < MAX_SLOTS) {
+        slot.n_rows = n_rows;
+        slot.first_row = end - n_rows;
+    }
+    for (u32 i = 0; i < n_rows; i++) state.rows[end - n_rows + i] = make_uint2(m.lane(), slot.frame + i);
+    if (m.lane() == MAX_SLOTS - 1) {
+        state.n_rows = end;
+        state.starts = start;
+    }
+    __syncwarp();
 }
 
-// What the picks and the control word make of the slots, and the next rows. Warp 0.
+// The slots as they go on in another launch: what SMs had at hand is lost. Warp 0.
+__device__ __noinline__ void begin_slots(const Machine m) {
+    FrameSlot slot = m.misc().state.slots[m.lane() % MAX_SLOTS];
+    slot.resumes = slot.feed != FEED_STATE && !slot.is_new;
+    slot.row = NO_ROW;
+    keep_slot(m, slot);
+}
+
+// What the picks and the control word make of the slots. Warp 0.
 template <int P>
 __device__ __forceinline__ void decide(const Machine m, u32 control) {
     State& state = m.misc().state;
     FrameSlot slot = state.slots[m.lane() % MAX_SLOTS];
-    if (m.lane() >= MAX_SLOTS) slot.active = slot.n_rows = 0;
-    if (slot.active) {
+    if (m.lane() < MAX_SLOTS && slot.active) {
         if (state.stepping >> m.lane() & 1) slot.predicted = m.epoch + At<P>::INPUT_EPOCH;
         accept(m, slot, m.lane());
     }
+    __syncwarp();
     if ((control & 0xffffffu) != (state.n_commands & 0xffffffu)) {
         if (m.lane() < MAX_SLOTS) state.slots[m.lane()] = slot;
         __syncwarp();
@@ -167,12 +216,11 @@ __device__ __forceinline__ void decide(const Machine m, u32 control) {
         __syncwarp();
         slot = state.slots[m.lane() % MAX_SLOTS];
     }
-    __syncwarp();
     if (m.lane() == 0) {
         if (control >> 24) state.leave = control >> 24;
         state.n_steps++;
     }
-    make_rows(m, slot);
+    keep_slot(m, slot);
 }
 
 // Records of the step before, by one warp of the last SM. Nobody writes over what it reads before the step after this.
@@ -199,18 +247,13 @@ __device__ __noinline__ void tell(const Machine m) {
     __syncwarp();
 }
 
-// ``P`` is JOINT.
-template <int P>
-__device__ __forceinline__ void transduce(const Machine m) {
-    u32 control = 0;
-    pick_rows<P>(m);
-    if (m.warp() == 0) {
-        const u64* word = words(m) + CONTROL_WORD + m.parity();
-        const u32 epoch = m.epoch + At<P>::EPOCH;
-        control = m.misc().state.n_active != 0 ? take(m, word, epoch) : take_some_day(m, word, epoch);
-    }
+// ``P`` is JOINT, ``LSTM`` the layer behind the lookup, of which ``own`` is this SM's part.
+template <int P, int LSTM>
+__device__ __forceinline__ void transduce(const Machine m, const Own& own) {
+    const u32 control = pick_rows<P, LSTM>(m, own);
     __syncthreads();
     if (m.warp() == 0 && !m.misc().dead) decide<P>(m, control);
+    asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
     if (m.sm() == CONTROL_SM && m.misc().door != m.misc().state.n_fetched) fetch(m);
 }

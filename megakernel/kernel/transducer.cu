@@ -10,21 +10,20 @@
 static_assert(TARGET_ROWS >= MAX_SLOTS, "every slot needs a row");
 
 __device__ __forceinline__ void load_tables(const Machine m) {
-    const u32* tasks = m.at<const u32>(PARAMETER_TASKS) + m.sm() * N_PHASES * TASK_WORDS;
-    u32* to = &m.misc().tasks[0][0];
-    for (u32 i = m.thread(); i < N_PHASES * TASK_WORDS; i += N_THREADS) to[i] = __ldg(tasks + i);
     const float2* aux = m.at<const float2>(PARAMETER_AUX) + (u64)m.sm() * AUX_GRANULES * GRANULE_ROWS;
-    for (u32 i = m.thread(); i < AUX_GRANULES * GRANULE_ROWS; i += N_THREADS) m.misc().aux[i] = __ldg(aux + i);
+    for (u32 i = m.thread(); i < AUX_GRANULES * GRANULE_ROWS; i += N_THREADS) m.misc().bias[i] = __ldg(aux + i).y;
     for (u32 i = m.thread(); i < sizeof(m.misc().told) / 4; i += N_THREADS) ((u32*)m.misc().told)[i] = 0;
 }
 
-// Where each phase's tiles begin in a warp's part of the tape.
+// This SM's and this warp's part of every phase. ``before``: tiles of the warp that earlier phases use.
 template <int P>
-__device__ __forceinline__ void find_tiles(const Machine m, u32 before) {
+__device__ __forceinline__ void find_own(const Machine m, Own (&own)[N_PHASES], u32 before) {
     if constexpr (P < N_PHASES) {
-        if (m.lane() == 0) m.misc().first_tile[P][m.warp()] = before;
-        if constexpr (At<P>::K != 0) before += granules_of_group<P>(m) * At<P>::TILES;
-        find_tiles<P + 1>(m, before);
+        const uint4 task = __ldg((const uint4*)m.at<const u32>(PARAMETER_TASKS) + m.sm() * N_PHASES + P);
+        static_assert(TASK_WORDS == 4 && TASK_FIRST_GRANULE == 0 && TASK_N_GRANULES == 1 && TASK_AUX == 2, "a task's words");
+        const u32 turn = (m.warp() / At<P>::K_WARPS + At<P>::GROUPS - task.w) % At<P>::GROUPS;
+        own[P] = {task.y, task.x, task.z, task.w, (task.y + At<P>::GROUPS - 1 - turn) / At<P>::GROUPS, before};
+        find_own<P + 1>(m, own, before + own[P].n_mine * At<P>::TILES);
     }
 }
 
@@ -50,34 +49,34 @@ __device__ __forceinline__ void leave_counts(const Machine m, u32 leave) {
 }
 
 // For tests: one SM stops, the others must notice.
-__device__ __forceinline__ void stall_if_asked(const Machine m) {
-    u32* control = m.at<u32>(PARAMETER_CONTROL);
-    if (__ldg(control + CONTROL_STALL_SM) != m.sm() + 1 || __ldg(control + CONTROL_STALL_STEP) != m.misc().state.n_steps) return;
-    while (load_gpu(control + CONTROL_ABORT) == 0) __nanosleep(1000);
+__device__ __noinline__ void stall(const Machine m) {
+    while (load_gpu(m.at<u32>(PARAMETER_CONTROL) + CONTROL_ABORT) == 0) __nanosleep(1000);
     m.misc().dead = 1;
 }
 
 // Phase P and those behind it. ``loaded``: whose output lies in the rows of activations.
 template <int P>
-__device__ __forceinline__ void run_phases(Machine& m, u32 loaded) {
+__device__ __forceinline__ void run_phases(Machine& m, const Own (&own)[N_PHASES], u32 stepping, u32 loaded) {
     if constexpr (P < N_PHASES) {
         m.phase = P;
-        const bool has_task = m.misc().tasks[P][TASK_N_GRANULES] != 0 && m.misc().state.stepping != 0;
+        const bool has_task = own[P].n != 0 && stepping != 0;
         if constexpr (At<P>::OP_ == OP_TRANSDUCE) {
-            transduce<P - 1>(m);
+            transduce<P - 1, 0>(m, own[0]);
         } else if constexpr (At<P>::OP_ == OP_JOINT) {
-            joint<P>(m, loaded);
+            joint<P>(m, own[P]);
         } else if constexpr (At<P>::OP_ == OP_LSTM && At<P>::K == 0) {
-            if (has_task) lstm_of_table<P>(m);
-            if (m.sm() == CONTROL_SM && m.warp() == N_WARPS - 1) tell<N_PHASES - 2>(m);
+            static_assert(P == 0, "the layer behind the lookup is the first");
+            if (has_task) lstm_of_table<P>(m, own[P], stepping);
+            if (m.warp() == N_WARPS - 1) make_rows(m);
+            if (m.sm() == CONTROL_SM && m.warp() == N_WARPS - 2) tell<N_PHASES - 2>(m);
         } else if constexpr (At<P>::OP_ == OP_LSTM) {
-            if (has_task) lstm<P>(m, loaded);
+            if (has_task) lstm<P>(m, own[P], stepping, loaded);
         } else if constexpr (At<P>::OP_ == OP_RECUR) {
-            if (has_task) recur<P>(m, loaded);
+            if (has_task) recur<P>(m, own[P], stepping, loaded);
         } else {
-            if (has_task) predict<P>(m, loaded);
+            if (has_task) predict<P>(m, own[P], stepping, loaded);
         }
-        run_phases<P + 1>(m, loaded);
+        run_phases<P + 1>(m, own, stepping, loaded);
     }
 }
 
@@ -94,7 +93,11 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) transducer_loop(const
     load_state(m);
     load_tape(m);
     __syncthreads();
-    find_tiles<0>(m, 0);
+    Own own[N_PHASES];
+    find_own<0>(m, own, 0);
+    const u32* asked = m.at<const u32>(PARAMETER_CONTROL);
+    const u32 stall_step = __ldg(asked + CONTROL_STALL_SM) == m.sm() + 1 ? __ldg(asked + CONTROL_STALL_STEP) : 0xffffffffu;
+    const u32 base = (u32)m.number(PARAMETER_EPOCH);
     if (m.thread() == 0) {
         state.n_steps = 0;
         state.leave = 0;
@@ -102,13 +105,13 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) transducer_loop(const
         state.n_records = (u32)m.number(PARAMETER_RECORDS);
     }
     __syncthreads();
-    if (m.warp() == 0) begin_rows(m);
+    if (m.warp() == 0) begin_slots(m);
     __syncthreads();
-    // What was given before the launch is fetched at once if nothing is under way: then the first step is idle.
     while (true) {
-        m.epoch = (u32)m.number(PARAMETER_EPOCH) + state.n_steps * EPOCHS_PER_STEP;
-        stall_if_asked(m);
-        run_phases<0>(m, NO_INPUT);
+        const u32 n_steps = state.n_steps;
+        m.epoch = base + n_steps * EPOCHS_PER_STEP;
+        if (n_steps == stall_step) stall(m);
+        run_phases<0>(m, own, state.stepping, NO_INPUT);
         if (state.leave != 0 || m.misc().dead) break;
         if (m.sm() == CONTROL_SM && m.thread() == 0) store_host(m.at<u32>(PARAMETER_HOST_BEAT), state.n_steps);
     }
@@ -116,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) transducer_loop(const
     if (m.sm() != CONTROL_SM) return;
     const u32 leave = m.misc().dead ? LEAVE_REASON_FAULT : state.leave;
     m.epoch += EPOCHS_PER_STEP;
-    if (m.warp() == N_WARPS - 1 && !m.misc().dead) tell<N_PHASES - 2>(m);
+    if (m.warp() == N_WARPS - 2 && !m.misc().dead) tell<N_PHASES - 2>(m);
     __syncthreads();
     if (!m.misc().dead) save_state(m);
     __syncthreads();

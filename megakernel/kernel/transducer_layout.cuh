@@ -2,7 +2,11 @@
 // Stands in for the token loop's layout where TRANSDUCER is defined.
 #pragma once
 
-struct FrameSlot {
+#define NO_ROW 0xffffffffu
+
+enum Feed : u32 { FEED_NOTHING = 0, FEED_TOKEN = 1, FEED_STATE = 2 };
+
+struct __align__(16) FrameSlot {
     u32 active, ticket;
     u32 n_frames, frame;  // all, and the next to look at
     u32 feed;             // Feed
@@ -12,15 +16,18 @@ struct FrameSlot {
     u32 n_symbols;        // at this frame
     u32 predicted;        // epoch of its last prediction's words
     u32 first_row, n_rows;
-};
+    u32 row;  // of the last step, that had the token, or NO_ROW
 
-enum Feed : u32 { FEED_NOTHING = 0, FEED_TOKEN = 1, FEED_STATE = 2 };
+    // Whether the predictor takes outputs and cells as they were saved.
+    __device__ __forceinline__ bool is_restored() const { return resumes || feed == FEED_STATE; }
+};
 
 struct State {  // what lives on between residencies
     FrameSlot slots[MAX_SLOTS];
     uint2 rows[MAX_ROWS];  // slot, frame
     u32 n_rows;
     u32 stepping;  // bits: slots for which the predictor has something to do
+    u32 starts;    // bits: rows that are their slot's first
     u32 n_active;
     u32 n_commands;  // carried out
     u32 n_fetched;   // copied from the host
@@ -36,7 +43,7 @@ struct Told {  // to the host, one step later
     u32 done, done_ticket, n_past;  // EndReason
 };
 
-struct FramePick {
+struct __align__(16) FramePick {
     float logit;
     u32 token, duration;  // an index
 };
@@ -50,12 +57,10 @@ struct Misc {
     u32 patience;       // polls
     u32 door;
     u32 idle_leave;
-    u32 control;
-    u32 first_tile[N_PHASES][N_WARPS];  // of the warp's part of the tape
-    u32 tasks[N_PHASES][TASK_WORDS];
+    __align__(16) float4 entries[TARGET_ROWS][32];  // of the table's row of each row's token, a lane's unit
     __align__(16) float kept[N_LAYERS][KEPT_GRANULES][MAX_SLOTS][GRANULE_ROWS];
     float cells[N_LAYERS][KEPT_GRANULES][MAX_SLOTS][GRANULE_UNITS];
-    __align__(16) float2 aux[AUX_GRANULES * GRANULE_ROWS];
+    __align__(16) float bias[AUX_GRANULES * GRANULE_ROWS];
 };
 
 static_assert(sizeof(State) <= 4 * STATE_WORDS, "the state does not fit into its words");

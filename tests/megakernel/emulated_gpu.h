@@ -138,6 +138,14 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
 inline unsigned __reduce_min_sync(unsigned, unsigned x) {
     return emulated::together(x, [](const unsigned* words) { return *std::min_element(words, words + 32); });
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned x) {
+    return emulated::together(x, [](const unsigned* words) {
+        unsigned bits = 0;
+        for (int i = 0; i < 32; i++) bits |= words[i];
+        return bits;
+    });
+}
+inline bool __any_sync(unsigned all, bool x) { return __ballot_sync(all, x) != 0; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
@@ -190,4 +198,5 @@ inline void st_relaxed_gpu_global_v2_b64(Word* p, Word a, Word b) { p[0] = a, p[
 inline void cp_async_cg_shared_global_L2__128B(unsigned to, const char* from) {
     memcpy(emulated::block().own_memory + to, from, 16);
 }
+inline void cp_async_cg_shared_global(unsigned to, const void* from) { memcpy(emulated::block().own_memory + to, from, 16); }
 inline void cp_async_wait_all() {}

@@ -186,7 +186,7 @@ def test_leaving_after_every_few_steps_changes_nothing(device: Device, monkeypat
 
 
 def test_a_stalled_sm_is_found_and_every_token_comes_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megakernel.runtime.SPIN_NS", 50_000_000 if device.buffers.frames.is_cuda else 100 << 10)
+    monkeypatch.setattr("megakernel.runtime.SPIN_NS", 50_000_000 if device.buffers.frames.is_cuda else 3000 << 10)
     whole = device.run(REQUESTS)
     device.runtime.inject_stall(sm=1, step=3)
     again = device.run(REQUESTS)
