@@ -226,7 +226,8 @@ class Page {
 
   #ready(run, ready) {
     this.#settings.offer(ready.models);
-    byId("engine").textContent = `Runs on ${ready.engine.backend}: ${ready.engine.why}`;
+    const late = ready.chunking ? ` Words settle ${ready.chunking.latency_ms} ms behind the voice.` : "";
+    byId("engine").textContent = `Runs on ${ready.engine.backend}: ${ready.engine.why}.${late}`;
     if (run.view === null) this.#addView(run, ready.model);
   }
 
