@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.doors.deepgram_options import ListenOptions, RawAudio, bare, hello_of, listen_options, raw_audio
+from gateway.doors.deepgram_options import AudioIn, ListenOptions, LiveAudio, bare, hello_of, listen_options, live_audio
 from gateway.doors.door import (
     Admission,
     AdmissionError,
@@ -31,6 +31,7 @@ from gateway.doors.door import (
 from gateway.doors.settled import SettledText
 from gateway.effects import Close, Said, UtteranceOver
 from gateway.errors import GatewayError
+from gateway.live_audio import LiveAudioError
 from gateway.messages import (
     Audio,
     Bye,
@@ -52,6 +53,7 @@ NAME = "deepgram"
 RESUMES = False
 IDLE_S = 10.0  # without audio or text, upstream's own limit
 GAP_SLACK_S = 0.2  # until the detector has heard the audio that came
+MAX_REASON_CHARACTERS = 120  # of a close frame
 FINAL_EVERY_S = 3.0  # of running speech whose words have settled
 _CLOSE_CODES = {"server_full": 1013, "shutting_down": 1012, "internal": 1011, "idle_timeout": 1011}
 _ENDPOINTS = {EndReason.SILENCE, EndReason.STALL, EndReason.END}
@@ -87,7 +89,7 @@ class _Track:
 class ListenDoor:
     """One live stream."""
 
-    def __init__(self, knock: Knock, house: House, options: ListenOptions, audio: RawAudio) -> None:
+    def __init__(self, knock: Knock, house: House, options: ListenOptions, audio: LiveAudio) -> None:
         self._house = house
         self._options = options
         self._audio = audio
@@ -95,7 +97,7 @@ class ListenDoor:
         self._request_id = request_id_of(knock)
         self._created = datetime.fromtimestamp(knock.at_unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
         self._sha256 = hashlib.sha256()
-        self._n_bytes = 0
+        self._in = AudioIn(audio)
         self._n_flushes = 0
         self._last_message_s = 0.0
         self._idle_due_s = IDLE_S  # looked at then, not moved by each frame: a timer costs more than a frame
@@ -150,7 +152,7 @@ class ListenDoor:
 
     @property
     def _appended_s(self) -> float:
-        return self._n_bytes / self._audio.bytes_per_s
+        return self._in.appended_s
 
     def peer_gone(self, now_s: float) -> list[DoorEffect]:
         """The protocol has no way back to a stream, and nobody hears the rest."""
@@ -188,17 +190,26 @@ class ListenDoor:
 
     def _append(self, data: bytes) -> list[DoorEffect]:
         self._sha256.update(data)
-        self._n_bytes += len(data)
-        return [Tell(track, Audio(data)) for track in range(len(self._tracks))]
+        try:
+            return self._tell_audio(self._in.push(data))
+        except LiveAudioError as error:
+            self._is_closing = True
+            told = self._say("Error", variant="DataError", description=str(error), message="")
+            return [told, Close(1008, f"DATA-0000: {error}"[:MAX_REASON_CHARACTERS])]
+
+    def _tell_audio(self, data: bytes) -> list[DoorEffect]:
+        return [Tell(track, Audio(data)) for track in range(len(self._tracks))] if data else []
 
     def _finalize(self, channel: int | None) -> list[DoorEffect]:
         self._n_flushes += 1
         tracks = [channel] if channel is not None and channel < len(self._tracks) else range(len(self._tracks))
-        return [Tell(track, Flush(str(self._n_flushes))) for track in tracks]
+        rest = self._tell_audio(self._in.flush())
+        return [*rest, *(Tell(track, Flush(str(self._n_flushes))) for track in tracks)]
 
     def _close_stream(self) -> list[DoorEffect]:
         self._is_closing = True
-        return [Tell(track, Bye()) for track in range(len(self._tracks))]
+        rest = self._tell_audio(self._in.flush())
+        return [*rest, *(Tell(track, Bye()) for track in range(len(self._tracks)))]
 
     def _configure(self, control: _Control) -> list[DoorEffect]:
         given = [name for name, value in (control.features or {}).items() if value not in (None, False)]
@@ -438,7 +449,7 @@ def key_of(knock: Knock) -> str | None:
 def open_door(knock: Knock, house: House) -> Admission:
     """A live stream."""
     options = listen_options(knock, house)
-    door = ListenDoor(knock, house, options, raw_audio(knock))
+    door = ListenDoor(knock, house, options, live_audio(knock))
     return Admission(door, knock.subprotocols[0] if knock.subprotocols else None, headers_of(knock, options))
 
 

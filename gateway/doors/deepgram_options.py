@@ -4,21 +4,25 @@ Knows parameters, their defaults and which can't be honoured: those are refused 
 name what isn't here, else listed as ignored. Does not know messages or audio.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.doors.door import AdmissionError, House, Knock
+from gateway.live_audio import LiveAudioError, LiveDecoder, Sniffed, has_codecs, ogg, opus_packets
 from gateway.messages import AudioSpec, Hello
 from gateway.pcm import AudioFormat
 from streaming.capability import Capability
 from streaming.engine import DecodeOptions, UnsupportedOptionError
+from vad.audio import SAMPLE_RATE_HZ
 
 # Beginnings of the hosted service's model names: who sends them means "whatever transcribes here".
 HOSTED_MODELS = ("nova", "enhanced", "base", "whisper", "flux", "general", "2-")
+DECODERS: Mapping[str, Callable[[], LiveDecoder]] = {"opus": opus_packets, "ogg-opus": ogg}
 ENCODINGS = {"linear16": "s16le", "linear32": "s32le", "mulaw": "mulaw", "alaw": "alaw"}
 # A model that hears whole utterances needs more than the protocol's 10 ms to know that one is over.
 MIN_ENDPOINTING_MS, MAX_ENDPOINTING_MS = 300, 10_000
 MIN_UTTERANCE_END_MS = 1_000
+MAX_ENCODED_BYTES = 1 << 16  # decoded at once: some seconds of what browsers record, a few ten milliseconds of work
 # Parameters that would change the text or the answer and can't be honoured; neutral values are taken in silence.
 WITHOUT_EFFECT = (
     "diarize",
@@ -54,13 +58,17 @@ class ListenOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class RawAudio:
-    """The declared audio of a live stream; one track for each channel that is heard by itself."""
+class LiveAudio:
+    """The audio of a live stream; one track for each channel that is heard by itself.
+
+    What a decoder of ours makes of codecs and containers counts as what was declared: floats, mono, 16 kHz.
+    """
 
     encoding: str
     sample_rate_hz: int
-    n_channels: int
-    is_multichannel: bool
+    n_channels: int = 1
+    is_multichannel: bool = False
+    new_decoder: Callable[[], LiveDecoder] | None = None
 
     @property
     def n_tracks(self) -> int:
@@ -116,12 +124,14 @@ def listen_options(knock: Knock, house: House) -> ListenOptions:
     )
 
 
-def raw_audio(knock: Knock) -> RawAudio:
-    """The audio of a live stream. Raises ``AdmissionError``."""
+def live_audio(knock: Knock) -> LiveAudio:
+    """The audio of a live stream; without an encoding its first bytes say what it is. Raises ``AdmissionError``."""
     encoding = knock.param("encoding")
+    if not encoding or encoding in DECODERS:
+        return _decoded_audio(knock, encoding or None)
     if encoding not in ENCODINGS:
-        said = f"encoding is {encoding!r}" if encoding else "encoding is missing, and containers are not read live"
-        raise _refused("encoding", f"{said}; accepted are {', '.join(ENCODINGS)}")
+        known = ", ".join([*ENCODINGS, *DECODERS])
+        raise _refused("encoding", f"encoding is {encoding!r}; accepted are {known}, and none for a container")
     sample_rate_hz = _integer(knock, "sample_rate", None)
     n_channels = _integer(knock, "channels", 1)
     try:
@@ -129,7 +139,16 @@ def raw_audio(knock: Knock) -> RawAudio:
     except ValueError as error:
         raise _refused("sample_rate", str(error)) from error
     is_multichannel = _flag(knock, "multichannel") and n_channels > 1
-    return RawAudio(ENCODINGS[encoding], sample_rate_hz, n_channels, is_multichannel)
+    return LiveAudio(ENCODINGS[encoding], sample_rate_hz, n_channels, is_multichannel)
+
+
+def _decoded_audio(knock: Knock, encoding: str | None) -> LiveAudio:
+    if encoding is not None and not has_codecs():
+        raise _refused("encoding", f"encoding {encoding} is not decoded here, where senseway[media] is not installed")
+    if _flag(knock, "multichannel"):
+        raise _refused("multichannel", f"channels are told apart in {', '.join(ENCODINGS)} only")
+    new_decoder = Sniffed if encoding is None else DECODERS[encoding]
+    return LiveAudio("f32le", SAMPLE_RATE_HZ, new_decoder=new_decoder)
 
 
 def hello_of(options: ListenOptions, audio: AudioSpec) -> Hello:
@@ -192,3 +211,34 @@ def bare(text: str) -> str:
 
 
 _MARKS = ".,;:!?…\"'“”‘’«»()[]{}¿¡。、！？؟।-–—"
+
+
+class AudioIn:
+    """A live stream's audio on its way to the sessions: as it came, or decoded."""
+
+    def __init__(self, audio: LiveAudio) -> None:
+        self.n_bytes = 0  # given on
+        self._audio = audio
+        self._decoder = audio.new_decoder() if audio.new_decoder else None
+
+    @property
+    def appended_s(self) -> float:
+        """How long it is so far."""
+        return self.n_bytes / self._audio.bytes_per_s
+
+    def push(self, data: bytes) -> bytes:
+        """What ``data`` completes. Raises ``LiveAudioError``."""
+        if self._decoder is not None:
+            if len(data) > MAX_ENCODED_BYTES:
+                raise LiveAudioError(
+                    f"a frame of {len(data)} bytes; encoded audio comes in {MAX_ENCODED_BYTES} at most"
+                )
+            data = self._decoder.push(data).astype("<f4", copy=False).tobytes()
+        self.n_bytes += len(data)
+        return data
+
+    def flush(self) -> bytes:
+        """What still waits for more."""
+        data = b"" if self._decoder is None else self._decoder.flush().astype("<f4", copy=False).tobytes()
+        self.n_bytes += len(data)
+        return data

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.doors.deepgram import key_of, refusal, request_id_of
-from gateway.doors.deepgram_options import HOSTED_MODELS, RawAudio, raw_audio
+from gateway.doors.deepgram import MAX_REASON_CHARACTERS, key_of, refusal, request_id_of
+from gateway.doors.deepgram_options import HOSTED_MODELS, AudioIn, LiveAudio, live_audio
 from gateway.doors.door import (
     Admission,
     AdmissionError,
@@ -27,6 +27,7 @@ from gateway.doors.door import (
 )
 from gateway.effects import Close, Said, SentencePaused, UtteranceOver
 from gateway.errors import GatewayError
+from gateway.live_audio import LiveAudioError
 from gateway.messages import Audio, Bye, Error, Farewell, Final, Flush, Hello, Partial, Update, WordItem
 from streaming.capability import Capability
 from streaming.endpoint import reads_complete
@@ -107,11 +108,12 @@ class TurnsDoor:
 
     next_wake_s = None
 
-    def __init__(self, knock: Knock, house: House, model: str, audio: RawAudio, thresholds: Thresholds) -> None:
+    def __init__(self, knock: Knock, house: House, model: str, audio: LiveAudio, thresholds: Thresholds) -> None:
         self._model = model
         self._capabilities = house.cards[model].capabilities
         self._has_turn_model = house.has_turn_model
         self._audio = audio
+        self._in = AudioIn(audio)
         self._thresholds = thresholds
         self._vocabulary = _terms(knock.params("keyterm")) if Capability.VOCABULARY in self._capabilities else ()
         self._request_id = request_id_of(knock)
@@ -153,20 +155,31 @@ class TurnsDoor:
     def receive(self, frame: Frame, now_s: float) -> Sequence[DoorEffect]:
         """Binary frames are audio; text frames are control."""
         if isinstance(frame, bytes):
-            return [Tell(_TRACK, Audio(frame))] if frame else []
+            return self._append(frame)
         try:
             control = msgspec.json.decode(frame, type=_Control)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             return [self._warning("INVALID_MESSAGE", f"not a message: {error}")]
         match control.type:
             case "CloseStream":
-                return [Tell(_TRACK, Bye())]
+                return [*self._tell_audio(self._in.flush()), Tell(_TRACK, Bye())]
             case "ForceEndTurn":
-                return [Tell(_TRACK, Flush("turn"))]
+                return [*self._tell_audio(self._in.flush()), Tell(_TRACK, Flush("turn"))]
             case "Configure":
                 return self._configure(control)
             case _:
                 return [self._warning("UNKNOWN_MESSAGE", f"{control.type!r} is no message of this protocol")]
+
+    def _append(self, data: bytes) -> list[DoorEffect]:
+        try:
+            return self._tell_audio(self._in.push(data))
+        except LiveAudioError as error:
+            told = self._say("Error", code="UNREADABLE_AUDIO", description=str(error))
+            return [told, Close(1008, str(error)[:MAX_REASON_CHARACTERS])]
+
+    @staticmethod
+    def _tell_audio(data: bytes) -> list[DoorEffect]:
+        return [Tell(_TRACK, Audio(data))] if data else []
 
     def _configure(self, control: _Control) -> list[DoorEffect]:
         try:
@@ -306,7 +319,7 @@ def open_door(knock: Knock, house: House) -> Admission:
     model = house.default_model if not name else house.model_named(name, foreign=HOSTED_MODELS)
     if model is None:
         raise AdmissionError(400, "Bad Request", f"no model {name!r} here; there are {', '.join(house.cards)}")
-    door = TurnsDoor(knock, house, model, raw_audio(knock), _thresholds(knock))
+    door = TurnsDoor(knock, house, model, live_audio(knock), _thresholds(knock))
     subprotocol = knock.subprotocols[0] if knock.subprotocols else None
     return Admission(door, subprotocol, {"dg-request-id": request_id_of(knock)})
 

@@ -8,7 +8,8 @@ import base64
 import hashlib
 import hmac
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gateway.doors.door import (
@@ -42,16 +43,19 @@ from gateway.doors.telephony_dialects import (
 )
 from gateway.effects import Close, Said, SentencePaused, UtteranceOver
 from gateway.errors import GatewayError
+from gateway.live_audio import LiveDecoder, g722, has_codecs, opus_packets
 from gateway.messages import Ack, Audio, AudioSpec, Bye, Farewell, Hello, Ready, plain
 from gateway.pcm import AudioFormat
 from streaming.engine import DecodeOptions, UnsupportedOptionError
+from vad.audio import SAMPLE_RATE_HZ
 
 NAME = "telephony"
 RESUMES = False
 PATH = "/telephony/"
 FREESWITCH_SUBPROTOCOL = "audio.drachtio.org"
 MAX_TRACKS = 2  # the caller's and the callee's
-_SILENCE = {"mulaw": b"\xff", "alaw": b"\xd5", "s16le": b"\0\0"}
+_SILENCE = {"mulaw": b"\xff", "alaw": b"\xd5", "s16le": b"\0\0", "f32le": bytes(4)}
+CODECS: Mapping[str, Callable[[], LiveDecoder]] = {"g722": g722, "opus": opus_packets}
 _CLOSE_CODES = {"server_full": 1013, "shutting_down": 1012, "internal": 1011}
 
 
@@ -69,6 +73,8 @@ class TelephonyDoor:
         self._call_id = knock.connection_id
         self._tracks: dict[str, int] = {}
         self._orders: dict[str, Reorderer] = {}
+        self._decoders: dict[str, LiveDecoder] = {}  # of tracks in a codec
+        self._codec: Callable[[], LiveDecoder] | None = None
         self._n_over = 0
         self._is_ending = False
 
@@ -126,6 +132,12 @@ class TelephonyDoor:
     def _begin(self, call: CallStarted) -> Sequence[DoorEffect]:
         if self._call is not None:
             return [self._publish("warning", message="the call was begun twice; the first beginning holds")]
+        if call.audio.encoding in CODECS and not has_codecs():
+            said = f"{call.audio.encoding} is not decoded here, where senseway[media] is not installed"
+            return [self._publish("warning", message=said), Close(1003, "unsupported audio")]
+        self._codec = CODECS.get(call.audio.encoding)
+        if self._codec is not None:
+            call = replace(call, audio=AudioSpec("f32le", SAMPLE_RATE_HZ))
         try:
             AudioFormat(call.audio.encoding, call.audio.sample_rate_hz, call.audio.channels)
         except ValueError as error:
@@ -145,6 +157,8 @@ class TelephonyDoor:
         index = self._tracks[track] = len(self._tracks)
         audio_format = AudioFormat(audio.encoding, audio.sample_rate_hz, audio.channels)
         bytes_per_s = audio_format.frame_bytes * audio.sample_rate_hz
+        if self._codec is not None:
+            self._decoders[track] = self._codec()
         self._orders[track] = Reorderer(bytes_per_s, _SILENCE[audio.encoding] * audio.channels)
         channel = index if audio.channels > 1 else None
         spec = AudioSpec(audio.encoding, audio.sample_rate_hz, audio.channels, channel)
@@ -171,7 +185,10 @@ class TelephonyDoor:
                 self._publish("warning", message=f"a call has {MAX_TRACKS} legs at most; {media.track!r} is left out")
             ]
         effects = [] if media.track in self._tracks else [*self._open(media.track)]
-        data = self._orders[media.track].push(media.data, media.number, media.timestamp_ms)
+        data = media.data
+        if (decoder := self._decoders.get(media.track)) is not None:
+            data = decoder.push(data).astype("<f4", copy=False).tobytes()
+        data = self._orders[media.track].push(data, media.number, media.timestamp_ms)
         return [*effects, *([Tell(self._tracks[media.track], Audio(data))] if data else [])]
 
     def _end(self) -> Sequence[DoorEffect]:
@@ -181,7 +198,10 @@ class TelephonyDoor:
         self._is_ending = True
         effects: list[DoorEffect] = []
         for track, index in self._tracks.items():
-            if rest := self._orders[track].flush():
+            rest = self._orders[track].flush()
+            if (decoder := self._decoders.get(track)) is not None:
+                rest += decoder.flush().astype("<f4", copy=False).tobytes()
+            if rest:
                 effects.append(Tell(index, Audio(rest)))
             effects.append(Tell(index, Bye()))
         return effects if self._tracks else [self._publish("call_ended"), Close(1000, "")]

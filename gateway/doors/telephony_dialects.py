@@ -59,8 +59,16 @@ class Unreadable:
 Heard: TypeAlias = CallStarted | Media | Told | CallStopped | Unreadable
 Dialect: TypeAlias = Callable[[Frame, Knock], Sequence[Heard]]
 
-_ENCODINGS = {"audio/x-mulaw": "mulaw", "pcmu": "mulaw", "pcma": "alaw", "l16": "s16le", "audio/x-l16": "s16le"}
-_ASTERISK = {"ulaw": ("mulaw", 8_000), "alaw": ("alaw", 8_000), "slin": ("s16le", 8_000)}
+_ENCODINGS = {
+    "audio/x-mulaw": "mulaw",
+    "pcmu": "mulaw",
+    "pcma": "alaw",
+    "l16": "s16le",
+    "audio/x-l16": "s16le",
+    "g722": "g722",
+    "opus": "opus",
+}
+_ASTERISK = {"ulaw": ("mulaw", 8_000), "alaw": ("alaw", 8_000), "slin": ("s16le", 8_000), "g722": ("g722", 16_000)}
 _AUDIOSOCKET_HZ = {0x10: 8_000, 0x11: 12_000, 0x12: 16_000, 0x13: 24_000, 0x14: 32_000, 0x15: 44_100, 0x16: 48_000}
 
 

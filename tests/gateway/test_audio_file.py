@@ -10,6 +10,7 @@ import soundfile
 
 from gateway.audio_file import AudioFileError, DamagedAudioError, n_channels_of, read_audio, stream_audio
 from gateway.ingest import AudioFormat, Ingest
+from tests.encoding import encoded
 
 RECORDINGS = Path(__file__).parents[2].parent / "shared" / "audio"
 FORMAT_ROWS = (
@@ -78,22 +79,6 @@ def test_channels_are_mixed_down_or_picked(tmp_path: Path) -> None:
     assert not read_audio(path, channel=1)[0].any()
     with pytest.raises(AudioFileError, match=r"no channel 2; the file has 0\.\.1"):
         read_audio(path, channel=2)
-
-
-def encoded(samples: np.ndarray, container: str, codec: str, rate_hz: int) -> bytes:
-    """``samples`` [n, n_channels] as PyAV writes them."""
-    import av
-
-    file = io.BytesIO()
-    layout = {1: "mono", 2: "stereo", 8: "7.1"}[samples.shape[1]]
-    with av.open(file, "w", format=container) as output:
-        stream = output.add_stream(codec, rate=rate_hz, layout=layout)
-        frame = av.AudioFrame.from_ndarray(samples.reshape(1, -1), format="flt", layout=layout)
-        frame.sample_rate = rate_hz
-        for part in av.AudioResampler(format=stream.format, layout=layout, rate=rate_hz).resample(frame):
-            output.mux(stream.encode(part))
-        output.mux(stream.encode(None))
-    return file.getvalue()
 
 
 @pytest.mark.parametrize(

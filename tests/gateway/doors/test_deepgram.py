@@ -1,6 +1,7 @@
 """Deepgram's live protocol against sessions on a virtual clock: results, ranges, control messages and traps."""
 
 import json
+import struct
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +16,7 @@ from gateway.effects import Close
 from gateway.errors import ServerError
 from gateway.pcm import AudioFormat, decode
 from streaming.transcript import Word
+from tests.encoding import encoded, packets, voiced
 from vad.audio import SAMPLE_RATE_HZ
 
 RAW = {"model": "nova-3", "encoding": "linear16", "sample_rate": "16000"}
@@ -318,12 +320,65 @@ def test_what_clients_really_ask_for_is_let_in(world, query) -> None:
     assert admission.headers.get("dg-ignored", "") in ("", "filler_words")
 
 
+def container_of(scene, kind: str) -> bytes:
+    match kind:
+        case "wav":
+            pcm = scene.pcm()  # with the sizes of one who does not know yet how much will come
+            head = struct.pack("<4sI4s4sIHHIIHH", b"RIFF", 2**32 - 1, b"WAVE", b"fmt ", 16, 1, 1, 16_000, 32_000, 2, 16)
+            return head + struct.pack("<4sI", b"data", 2**32 - 1) + pcm
+        case _:
+            return encoded(voiced(scene.samples, 48_000)[:, None], kind, "libopus", 48_000)
+
+
+@pytest.mark.behaviour("J", door="deepgram")
+@pytest.mark.parametrize("kind", ["wav", "webm", "ogg"])
+@pytest.mark.parametrize("n_bytes", [97, 4_000])
+def test_a_container_is_told_by_its_first_bytes(world, kind, n_bytes) -> None:
+    scene = world.make_scene([0.5, 3, 1.5, 2, 1.0])
+    data = container_of(scene, kind)
+    duration_s = len(scene.samples) / SAMPLE_RATE_HZ
+    frames = live(scene, n_bytes=n_bytes, pcm=data, bytes_per_s=len(data) / duration_s)
+    query = {"model": "nova-3", "punctuate": "true"}
+    messages = play(world, scene, CLOSE, query=query, frames=frames)
+    assert said(messages) == "w0 w1 w2 w3 w4"
+    assert of(messages, "Metadata")[0]["duration"] == pytest.approx(duration_s, abs=0.1)
+    starts = [word["start"] for final in finals(messages) for word in final["channel"]["alternatives"][0]["words"]]
+    expected = [scene.words[index].start_sample / SAMPLE_RATE_HZ for index in (0, 3)]
+    assert np.abs(np.subtract([starts[0], starts[3]], expected)).max() <= 0.03
+
+
+@pytest.mark.parametrize("encoding", ["opus", "ogg-opus"])
+def test_opus_is_decoded_bare_and_in_ogg(world, encoding) -> None:
+    scene = world.make_scene([0.5, 3, 1.5])
+    tone = voiced(scene.samples, 48_000)
+    if encoding == "opus":
+        frames = [(0.02 * (index + 1), packet) for index, packet in enumerate(packets(tone, "libopus", 48_000))]
+    else:
+        data = encoded(tone[:, None], "ogg", "libopus", 48_000)
+        frames = list(live(scene, n_bytes=300, pcm=data, bytes_per_s=len(data) / (len(scene.samples) / SAMPLE_RATE_HZ)))
+    query = {"model": "nova-3", "encoding": encoding, "sample_rate": "48000", "punctuate": "true"}
+    assert said(play(world, scene, FINALIZE, CLOSE, query=query, frames=frames)) == "w0 w1 w2"
+
+
+@pytest.mark.parametrize("data", [b"this is no audio", b"fLaC" + bytes(99), bytes(70_000)])
+def test_what_is_no_container_closes_with_data_0000(world, data) -> None:
+    messages = play(world, world.make_scene([0.5]), query={"model": "nova-3"}, frames=[(0.1, data)])
+    assert of(messages, "Error")[0]["variant"] == "DataError"
+    assert messages[-1].code == 1008 and messages[-1].reason.startswith("DATA-0000: ")
+
+
+def test_without_its_decoder_opus_is_refused_before_the_upgrade(world, monkeypatch) -> None:
+    monkeypatch.setattr("gateway.doors.deepgram_options.has_codecs", lambda: False)
+    with pytest.raises(AdmissionError, match=r"senseway\[media\]"):
+        admit(world, {"model": "nova-3", "encoding": "opus"})
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
         ({"model": "parakeet"}, "parakeet"),
-        ({"encoding": "opus"}, "opus"),
-        ({"encoding": ""}, "encoding is missing"),
+        ({"encoding": "speex"}, "speex"),
+        ({"encoding": "opus", "multichannel": "true"}, "told apart"),
         ({"sample_rate": ""}, "sample_rate"),
         ({"sample_rate": "7"}, "7"),
         ({"channels": "99"}, "99"),

@@ -12,6 +12,8 @@ from gateway.doors.door import AdmissionError
 from gateway.effects import Close
 from gateway.errors import ServerError
 from streaming.transcript import Word
+from tests.encoding import encoded, voiced
+from vad.audio import SAMPLE_RATE_HZ
 
 RAW = {"model": "flux-general-en", "encoding": "linear16", "sample_rate": "16000"}
 CLOSE, FORCE = '{"type":"CloseStream"}', '{"type":"ForceEndTurn"}'
@@ -185,8 +187,25 @@ def test_whatever_the_frame_the_door_answers_with_effects(world, frame) -> None:
     admit(world).door.receive(frame, 0.0)
 
 
+def test_a_browsers_recording_is_heard_live(world) -> None:
+    scene = marked(world, ".", last_s=2.0)
+    data = encoded(voiced(scene.samples, 48_000)[:, None], "webm", "libopus", 48_000)
+    duration_s = len(scene.samples) / SAMPLE_RATE_HZ
+    starts = range(0, len(data), 400)
+    frames = [((index + 1) / len(starts) * duration_s, data[at : at + 400]) for index, at in enumerate(starts)]
+    messages = play(world, scene, frames=frames, encoding="", sample_rate="")
+    assert_sound(messages)
+    assert [m["transcript"] for m in turns(messages, "EndOfTurn")] == ["w0 w1."]
+
+
+def test_what_is_no_container_is_an_error_and_a_close(world) -> None:
+    messages = play(world, world.make_scene([0.5]), frames=[(0.1, b"no audio")], encoding="", sample_rate="")
+    assert [m["code"] for m in messages if not isinstance(m, Close) and m["type"] == "Error"] == ["UNREADABLE_AUDIO"]
+    assert next(item for item in messages if isinstance(item, Close)).code == 1008
+
+
 @pytest.mark.parametrize(
-    "change", [{"model": "parakeet"}, {"encoding": "opus"}, {"eot_threshold": "0.2"}, {"eot_timeout_ms": "soon"}]
+    "change", [{"model": "parakeet"}, {"encoding": "speex"}, {"eot_threshold": "0.2"}, {"eot_timeout_ms": "soon"}]
 )
 def test_a_wrong_query_is_refused_before_the_upgrade(world, change) -> None:
     with pytest.raises(AdmissionError) as caught:

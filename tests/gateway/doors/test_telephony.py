@@ -17,6 +17,7 @@ from gateway.doors.door import AdmissionError, House, Knock
 from gateway.doors.telephony_dialects import DIALECTS, audio_of
 from gateway.effects import Close
 from gateway.pcm import AudioFormat, decode
+from tests.encoding import packets, voiced
 from vad.audio import SAMPLE_RATE_HZ
 
 SCENE = [0.5, 3, 1.5, 2, 1.0]
@@ -294,11 +295,45 @@ def test_base64_with_line_breaks_or_without_padding_is_read() -> None:
     assert audio_of("no base64!") is None
 
 
-def test_a_codec_that_is_not_decoded_is_told(world) -> None:
+@pytest.mark.parametrize("codec", ["G722", "OPUS"])
+def test_telnyx_in_a_codec_is_decoded_also_out_of_order(world, codec) -> None:
+    scene = world.make_scene([0.5, 3, 1.5])
+    rate_hz, name = (16_000, "g722") if codec == "G722" else (48_000, "libopus")
+    media = [
+        json.dumps(media_of(data, track="inbound", chunk=str(index + 1), timestamp=str(20 * index)))
+        for index, data in enumerate(packets(voiced(scene.samples, rate_hz), name, rate_hz))
+    ]
+    media[40:44] = [media[41], media[40], media[43], media[42]]
+    start = {"call_control_id": "C1", "media_format": {"encoding": codec, "sample_rate": 16000}}
+    call = Call(
+        "telnyx", [json.dumps({"event": "start", "start": start})], media, None, None, ['{"event":"stop","stop":{}}']
+    )
+    simulation = simulate(world, scene, call)
+    assert finals(simulation) == ["w0 w1 w2"]
+    assert "warning" not in kinds(simulation)
+
+
+def test_asterisk_in_g722_is_decoded(world) -> None:
+    scene = world.make_scene([0.5, 3, 1.5])
+    first = ["MEDIA_START connection_id:U channel:x channel_id:C1 format:g722 optimal_frame_size:160 ptime:20"]
+    call = Call("asterisk", first, [*packets(voiced(scene.samples, 16_000), "g722", 16_000)], None, None, [])
+    assert finals(simulate(world, scene, call, is_cut=True)) == ["w0 w1 w2"]
+
+
+def test_without_their_decoder_codecs_are_refused(world, monkeypatch) -> None:
+    monkeypatch.setattr("gateway.doors.telephony.has_codecs", lambda: False)
     start = {"call_control_id": "C1", "media_format": {"encoding": "OPUS", "sample_rate": 16000}}
     call = Call("telnyx", [json.dumps({"event": "start", "start": start})], ["{}"], None, None, [])
     simulation = simulate(world, world.make_scene([0.5]), call, is_cut=True)
-    assert any("OPUS" in item.event.get("message", "") for item in simulation.published)
+    assert any("senseway[media]" in item.event.get("message", "") for item in simulation.published)
+    assert Close(1003, "unsupported audio") in [item.frame for item in simulation.told]
+
+
+def test_a_codec_that_is_not_decoded_is_told(world) -> None:
+    start = {"call_control_id": "C1", "media_format": {"encoding": "AMR-WB", "sample_rate": 16000}}
+    call = Call("telnyx", [json.dumps({"event": "start", "start": start})], ["{}"], None, None, [])
+    simulation = simulate(world, world.make_scene([0.5]), call, is_cut=True)
+    assert any("AMR-WB" in item.event.get("message", "") for item in simulation.published)
 
 
 def test_the_language_of_the_call_reaches_the_engine(world) -> None:

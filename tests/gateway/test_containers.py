@@ -1,0 +1,83 @@
+"""Packets out of WebM and Ogg: any cut of the bytes gives the same; whatever the bytes, packets or a ContainerError."""
+
+import io
+from functools import cache
+
+import av
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.containers import ContainerError, OggOpus, WebmOpus
+from tests.encoding import encoded
+
+KINDS = {"webm": WebmOpus, "ogg": OggOpus}
+
+
+@cache
+def sound(kind: str, codec: str = "libopus") -> bytes:
+    t_s = np.arange(96_000) / 48_000
+    return encoded((0.3 * np.sin(2 * np.pi * 300 * t_s)).astype(np.float32)[:, None], kind, codec, 48_000)
+
+
+def pushed(kind: str, data: bytes, n_bytes: int) -> list[bytes]:
+    container = KINDS[kind]()
+    return [packet for at in range(0, len(data), n_bytes) for packet in container.push(data[at : at + n_bytes])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_bytes", [1, 100, 1 << 20])
+def test_packets_are_those_of_ffmpegs_reader_however_the_bytes_are_cut(kind: str, n_bytes: int) -> None:
+    with av.open(io.BytesIO(sound(kind))) as file:
+        expected = [bytes(packet) for packet in file.demux(audio=0) if packet.size]
+    assert pushed(kind, sound(kind), n_bytes) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_silence_before_the_sound_is_known(kind: str) -> None:
+    container = KINDS[kind]()
+    container.push(sound(kind))
+    assert container.pre_skip_samples == 312  # of libopus at 48 kHz
+
+
+def test_another_codec_is_named() -> None:
+    with pytest.raises(ContainerError, match="no Opus, but A_PCM"):
+        WebmOpus().push(sound("matroska", "pcm_s16le"))
+    vorbis = io.BytesIO()
+    soundfile.write(vorbis, np.zeros(16_000, np.float32), 16_000, format="OGG", subtype="VORBIS")
+    with pytest.raises(ContainerError, match="no Opus: it begins with .*vorbis"):
+        OggOpus().push(vorbis.getvalue())
+
+
+def test_a_second_ogg_stream_behind_the_first_goes_on() -> None:
+    n_packets = len(pushed("ogg", sound("ogg"), 1_000))
+    assert len(pushed("ogg", sound("ogg") * 2, 1_000)) == 2 * n_packets
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=200, deadline=None)
+@given(
+    cut=st.integers(0, 3_000),
+    noise=st.lists(st.tuples(st.integers(0, 3_000), st.integers(0, 255)), max_size=20),
+    n_bytes=st.sampled_from([50, 5_000]),
+)
+def test_whatever_the_bytes_packets_come_or_a_container_error(kind, cut, noise, n_bytes) -> None:
+    data = bytearray(sound(kind)[cut:])
+    for at, value in noise:
+        data[at % len(data)] = value
+    try:
+        pushed(kind, bytes(data), n_bytes)
+    except ContainerError:
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=300))
+def test_random_bytes_are_refused_or_waited_for(kind: str, data: bytes) -> None:
+    try:
+        assert pushed(kind, data, 7) == []
+    except ContainerError:
+        pass

@@ -1,0 +1,110 @@
+"""Codecs and containers as they come: the sound, whatever the cuts; errors that say what is accepted."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.live_audio import LiveAudioError, LiveWav, Sniffed, g722, opus_packets
+from tests.encoding import encoded, packets
+
+
+def tone(rate_hz: int) -> np.ndarray:
+    return (0.4 * np.sin(2 * np.pi * 440 * np.arange(2 * rate_hz) / rate_hz)).astype(np.float32)
+
+
+def heard(decoder, data: bytes, n_bytes: int) -> np.ndarray:
+    parts = [decoder.push(data[at : at + n_bytes]) for at in range(0, len(data), n_bytes)]
+    return np.concatenate([*parts, decoder.flush()])
+
+
+def assert_is_tone(samples: np.ndarray) -> None:
+    assert samples.dtype == np.float32 and len(samples) == pytest.approx(32_000, abs=700)
+    middle = samples[8_000:24_000]
+    assert np.argmax(np.abs(np.fft.rfft(middle))) == 440
+    assert middle.std() == pytest.approx(0.4 / np.sqrt(2), rel=0.1)
+
+
+def wav(rate_hz: int, tag: int, n_bits: int, data: bytes, n_channels: int = 1, extra: bytes = b"") -> bytes:
+    frame = n_channels * n_bits // 8
+    fmt = struct.pack("<HHIIHH", tag, n_channels, rate_hz, rate_hz * frame, frame, n_bits) + extra
+    chunks = b"".join(
+        struct.pack("<4sI", name, len(body)) + body for name, body in [(b"fmt ", fmt), (b"LIST", b"x" * 10)]
+    )
+    return b"RIFF\xff\xff\xff\xffWAVE" + chunks + b"data\xff\xff\xff\xff" + data
+
+
+@pytest.mark.parametrize("kind", ["webm", "ogg"])
+@pytest.mark.parametrize("n_channels", [1, 2])
+def test_opus_in_a_container_gives_its_sound_whatever_the_cuts(kind: str, n_channels: int) -> None:
+    data = encoded(np.repeat(tone(48_000)[:, None], n_channels, axis=1), kind, "libopus", 48_000)
+    whole = heard(Sniffed(), data, len(data))
+    assert_is_tone(whole)
+    for n_bytes in (1, 333):
+        np.testing.assert_array_equal(heard(Sniffed(), data, n_bytes), whole)
+
+
+@pytest.mark.parametrize(("make", "codec", "rate_hz"), [(opus_packets, "libopus", 48_000), (g722, "g722", 16_000)])
+def test_bare_packets_give_their_sound_and_one_that_is_none_is_lost_alone(make, codec, rate_hz) -> None:
+    decoder = make()
+    parts = []
+    for index, packet in enumerate(packets(tone(rate_hz), codec, rate_hz)):
+        if index == 3:
+            decoder.push(b"")
+            decoder.push(b"\xff" if codec == "libopus" else b"")
+        parts.append(decoder.push(packet))
+    assert_is_tone(np.concatenate([*parts, decoder.flush()]))
+
+
+@pytest.mark.parametrize("rate_hz", [8_000, 16_000, 44_100])
+@pytest.mark.parametrize(("tag", "n_bits", "dtype"), [(1, 16, "<i2"), (3, 32, "<f4")])
+def test_wav_is_read_as_it_comes(rate_hz: int, tag: int, n_bits: int, dtype: str) -> None:
+    scale = 32_767 if tag == 1 else 1
+    data = wav(rate_hz, tag, n_bits, (tone(rate_hz) * scale).astype(dtype).tobytes())
+    for n_bytes in (1, 97, len(data)):
+        assert_is_tone(heard(Sniffed(), data, n_bytes))
+
+
+def test_the_extensible_header_is_read_too() -> None:
+    extra = struct.pack("<HHI", 22, 16, 0) + struct.pack("<H", 1) + bytes(14)
+    assert_is_tone(
+        heard(Sniffed(), wav(16_000, 0xFFFE, 16, (tone(16_000) * 32_767).astype("<i2").tobytes(), extra=extra), 50)
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "seen"),
+    [
+        (b"hello there", "no container that is read live: WAV, and Opus in WebM or Ogg"),
+        (wav(16_000, 2, 4, bytes(99)), "coding 2"),
+        (wav(1, 1, 16, bytes(99)), "1"),
+        (b"RIFF\0\0\0\0WAVEdata" + bytes(99), "no format"),
+        (b"RIFF\0\0\0\0WAVELIST" + struct.pack("<I", 1 << 20) + bytes(99), "64 KiB"),
+        (b"OggS" + bytes(23) + b"OggX", "no Ogg"),
+        (b"\x1aE\xdf\xa3\0", "no WebM"),
+    ],
+)
+def test_what_can_not_be_read_is_named(data: bytes, seen: str) -> None:
+    with pytest.raises(LiveAudioError, match=seen):
+        Sniffed().push(data)
+
+
+def test_without_pyav_opus_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.live_audio.has_codecs", lambda: False)
+    with pytest.raises(LiveAudioError, match=r"senseway\[media\]"):
+        Sniffed().push(b"OggS")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([b"RIFF", b"OggS", b"\x1aE\xdf\xa3", b""]), st.binary(max_size=200))
+def test_whatever_the_bytes_samples_come_or_an_error(head: bytes, rest: bytes) -> None:
+    try:
+        assert Sniffed().push(head + rest).dtype == np.float32
+    except LiveAudioError:
+        pass
+
+
+def test_a_wav_without_a_header_yet_gives_nothing() -> None:
+    assert len(LiveWav().push(b"RIFF")) == len(LiveWav().flush()) == 0
