@@ -81,7 +81,7 @@ def decode(model: Parakeet, frames: Tensor, state: TransducerState) -> tuple[lis
     n_symbols = 0  # at this frame
     t = state.time_jump
     while t < len(frames):
-        logits = model.joint(frames[t], state.projected).float()
+        logits = model.joint(frames[t : t + 1], state.projected[None])[0].float()
         token_logits = logits[: config.vocabulary_size]
         token_id = int(token_logits.argmax())
         duration = config.durations[int(logits[config.vocabulary_size :].argmax())]

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,12 +10,9 @@ from models import devices
 from models.backends import Backends
 from models.catalog import load_engine
 from models.errors import ModelError, ModelFilesError, WeightsError
-from models.packed import Bfloat16Linear
 from models.parakeet import loading
 from models.parakeet.backend import TorchBackend
 from models.parakeet.config import FRAME_SAMPLES
-from models.parakeet.cpu import pack
-from models.parakeet.encoder import PointwiseConv
 from models.parakeet.engine import ParakeetEngine
 from models.store import find_model, model_type
 from models.timeline import Timeline
@@ -108,17 +104,3 @@ def test_without_a_gpu_the_cpu_serves_and_says_why(monkeypatch: pytest.MonkeyPat
     assert backends.name == devices.TORCH_CPU
     assert "no torch-cuda: torch finds no CUDA device" in backends.why or "torch-cuda" in backends.why
     assert isinstance(backends.current, TorchBackend)
-
-
-@torch.inference_mode()
-def test_packed_for_a_cpu_the_encoder_gives_nearly_the_same() -> None:
-    plain, packed = small_model(), small_model()
-    pack(packed)
-    linears = [module for module in packed.encoder.modules() if isinstance(module, Bfloat16Linear)]
-    assert len(linears) == 1 + 2 * (2 + 2 + 5 + 2)  # of two layers; none is left unpacked
-    assert not [m for m in packed.encoder.modules() if isinstance(m, torch.nn.Linear | PointwiseConv)]
-    features = torch.randn(1, 200, plain.config.n_mels, generator=torch.Generator().manual_seed(0))
-    n_frames = torch.tensor([200])
-    expected, given = plain.encode(features, n_frames), packed.encode(features, n_frames)
-    assert (given - expected).abs().max() < 0.1 * expected.std()  # bfloat16 has 8 bits
-    assert np.corrcoef(given.flatten(), expected.flatten())[0, 1] > 0.999
