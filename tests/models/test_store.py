@@ -110,6 +110,18 @@ def test_folder_that_lacks_a_file_is_refused(tmp_path: Path, name: str) -> None:
         find_model(str(folder))
 
 
+def test_a_nemo_archive_and_a_folder_with_one_are_models(tmp_path: Path) -> None:
+    archive = tmp_path / "mine.nemo"
+    archive.write_bytes(b"")
+    for name, path in (("mine", archive), (tmp_path.name, tmp_path)):
+        files = find_model(str(path))
+        assert (files.name, files.weights, files.weights_kind) == (name, archive, WeightsKind.NEMO)
+        assert files.tokenizer == files.config == archive
+    (tmp_path / "another.nemo").write_bytes(b"")
+    with pytest.raises(ModelFilesError, match=r"or one \*\.nemo archive"):
+        find_model(str(tmp_path))
+
+
 class Hub(types.ModuleType):
     """Stands for ``huggingface_hub``: a cache with one commit, which ``main`` is."""
 
@@ -140,6 +152,18 @@ def test_known_hub_model_asks_for_its_pinned_commit_and_no_pickle(hub: Hub) -> N
     assert isinstance(patterns, list)
     assert not any(pattern.endswith((".bin", ".pt", ".msgpack", ".h5", "*")) for pattern in patterns)
     assert files.name == "whisper-small"
+
+
+def test_a_model_published_as_an_archive_asks_for_that_file_alone(hub: Hub) -> None:
+    for path in hub.folder.iterdir():
+        path.unlink()
+    archive = hub.folder / "parakeet-tdt-0.6b-v2.nemo"
+    archive.write_bytes(b"")
+    files = find_model("parakeet-tdt-0.6b-v2")
+    (call,) = hub.calls
+    assert call["allow_patterns"] == [archive.name]
+    assert (files.weights, files.weights_kind) == (archive, WeightsKind.NEMO)
+    assert (files.name, files.revision) == ("parakeet-tdt-0.6b-v2", COMMIT)
 
 
 def test_every_pinned_revision_is_a_full_commit() -> None:
