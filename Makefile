@@ -14,7 +14,7 @@ help:
 	@echo "make check   format, lint, types, and who imports whom"
 	@echo "make newest  the tests with other people's clients, in the newest versions that install"
 	@echo "make bench   the figures in benchmarks/, in about two hours"
-	@echo "make gpu     the figures of the megakernel, on an NVIDIA GPU, in about ten minutes"
+	@echo "make gpu     the figures of the megakernel and of Parakeet, on an NVIDIA GPU, in about fifteen minutes"
 	@echo "make clean   remove .venv, .clients and caches"
 
 # $(1) is the result's name, $(2) the script and its arguments; a result is replaced only once it is whole.
@@ -58,6 +58,8 @@ gpu: $(VENV)/.gpu
 	$(call measure,partials_cost,partials_cost)
 	$(call measure,parity,parity)
 	$(call measure,soak,soak)
+	$(call measure,parakeet_encoder,parakeet_encoder)
+	$(call measure,parakeet_capacity,parakeet_capacity --servers 8 --backend torch-cuda)
 
 clean:
 	rm -rf $(VENV) .clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
