@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vad.audio import SAMPLE_RATE_HZ
+
 from ..errors import ModelFilesError
 
 HOP_SAMPLES = 160  # one mel frame, 10 ms
@@ -120,17 +122,34 @@ class ParakeetConfig:
                 "subsampling": "dw_striding",
                 "subsampling_factor": SUBSAMPLING,
                 "conv_norm_type": "batch_norm",
+                "conv_context_size": None,
                 "causal_downsampling": False,
+                "att_context_style": "regular",
                 "untie_biases": True,
+                "reduction": None,
             },
             f"encoder of {source}",
         )
+        _expect(_mapping(settings, "preprocessor", source), _FRONT_END, f"preprocessor of {source}")
         attention = encoder.get("self_attention_model", _FULL_ATTENTION)
-        if attention not in (_FULL_ATTENTION, _BANDED_ATTENTION):
+        if attention not in (_FRONT_END = {  # in NeMo's words; ``features.py`` computes it
+    "sample_rate": SAMPLE_RATE_HZ,
+    "normalize": "per_feature",
+    "window_size": 0.025,
+    "window_stride": 0.01,
+    "window": "hann",
+    "n_fft": 512,
+    "log": True,
+    "frame_splicing": 1,
+}
+
+_FULL_ATTENTION, _BANDED_ATTENTION):
             raise ModelFilesError(
                 f"{source}: self_attention_model is {attention!r}; accepted: {_FULL_ATTENTION}, {_BANDED_ATTENTION}"
             )
         span = _integers(encoder, "att_context_size", source) if attention == _BANDED_ATTENTION else None
+        durations = _integers(decoding, "durations", source)
+        _expect(joint, {"num_classes": n_pieces, "num_extra_outputs": len(durations)}, f"joint of {source}")
         joint_settings = _mapping(joint, "jointnet", source)
         _expect(joint_settings, {"joint_hidden": d_predictor, "activation": "relu"}, f"jointnet of {source}")
         has_bias = _boolean(encoder, "use_bias", source, default=True)
@@ -147,7 +166,7 @@ class ParakeetConfig:
             n_predictor_layers=_integer(prediction, "pred_rnn_layers", source),
             vocabulary_size=n_pieces + 1,
             blank_id=n_pieces,
-            durations=_integers(decoding, "durations", source),
+            durations=durations,
             max_symbols=_integer(greedy, "max_symbols", source, default=DEFAULT_MAX_SYMBOLS),
             has_attention_bias=has_bias,
             has_convolution_bias=has_bias,

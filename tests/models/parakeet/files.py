@@ -55,7 +55,7 @@ def nemo_settings(config: ParakeetConfig = SMALL) -> dict[str, Any]:
     """``model_config.yaml``, as far as it is read, and some of the rest."""
     return {
         "target": "nemo.collections.asr.models.rnnt_bpe_models.EncDecRNNTBPEModel",
-        "preprocessor": {"normalize": "per_feature", "features": config.n_mels},
+        "preprocessor": {"normalize": "per_feature", "features": config.n_mels, "window_size": 0.025, "log": True},
         "tokenizer": {"dir": None, "type": "bpe", "model_path": "nemo:0123_tokenizer.model"},
         "encoder": {
             "feat_in": config.n_mels,
