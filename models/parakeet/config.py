@@ -132,18 +132,7 @@ class ParakeetConfig:
         )
         _expect(_mapping(settings, "preprocessor", source), _FRONT_END, f"preprocessor of {source}")
         attention = encoder.get("self_attention_model", _FULL_ATTENTION)
-        if attention not in (_FRONT_END = {  # in NeMo's words; ``features.py`` computes it
-    "sample_rate": SAMPLE_RATE_HZ,
-    "normalize": "per_feature",
-    "window_size": 0.025,
-    "window_stride": 0.01,
-    "window": "hann",
-    "n_fft": 512,
-    "log": True,
-    "frame_splicing": 1,
-}
-
-_FULL_ATTENTION, _BANDED_ATTENTION):
+        if attention not in (_FULL_ATTENTION, _BANDED_ATTENTION):
             raise ModelFilesError(
                 f"{source}: self_attention_model is {attention!r}; accepted: {_FULL_ATTENTION}, {_BANDED_ATTENTION}"
             )
@@ -174,6 +163,17 @@ _FULL_ATTENTION, _BANDED_ATTENTION):
             attention_span=None if span is None else (span[0], span[-1]),
         )
 
+
+_FRONT_END = {  # in NeMo's words; ``features.py`` computes it
+    "sample_rate": SAMPLE_RATE_HZ,
+    "normalize": "per_feature",
+    "window_size": 0.025,
+    "window_stride": 0.01,
+    "window": "hann",
+    "n_fft": 512,
+    "log": True,
+    "frame_splicing": 1,
+}
 
 _FULL_ATTENTION, _BANDED_ATTENTION = "rel_pos", "rel_pos_local_attn"  # NeMo's names
 
