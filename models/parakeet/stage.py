@@ -28,6 +28,7 @@ _STEPS_FRAMES = ((32, 4), (64, 8), (256, 16), (512, 32))
 _LONG_STEP_FRAMES = 128
 _TOGETHER_STEP_FRAMES = 32  # of several buffers, at least, so that their shapes are few enough to be ready beforehand
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)  # buffers of a pass; missing ones are padding too
+_PADDED = [next(batch for batch in _BATCHES if batch >= size) for size in range(_BATCHES[-1] + 1)]  # by buffers
 _PASS_COST_FRAMES = 500  # what a pass costs besides, as frames: 0.6B on an H200, 176 to 2816 rows
 
 
@@ -62,16 +63,24 @@ def passes(lengths: Sequence[int]) -> list[tuple[int, int, list[int]]]:
     Of all ways to cut the buffers, in order of length, into passes, the cheapest.
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
-    best: list[tuple[int, list[tuple[int, int, list[int]]]]] = [(0, [])]  # cost and passes of the shortest i buffers
+    rooms = [{batch: room_for(lengths[index], batch) for batch in _BATCHES} for index in order]
+    costs, sizes = [0], [0]  # of the shortest i buffers, and how many of them the last pass has
     for end in range(1, len(order) + 1):
-        ways = []
-        for size in range(1, min(end, _BATCHES[-1]) + 1):
-            batch = next(batch for batch in _BATCHES if batch >= size)
-            room = room_for(lengths[order[end - 1]], batch)
-            cost, before = best[end - size]
-            ways.append((cost + _PASS_COST_FRAMES + batch * room, [*before, (batch, room, order[end - size : end])]))
-        best.append(min(ways, key=lambda way: way[0]))
-    return best[-1][1]
+        room = rooms[end - 1]
+        ways = [
+            (costs[end - size] + _PASS_COST_FRAMES + _PADDED[size] * room[_PADDED[size]], size)
+            for size in range(1, min(end, _BATCHES[-1]) + 1)
+        ]
+        cost, size = min(ways)
+        costs.append(cost)
+        sizes.append(size)
+    taken: list[tuple[int, int, list[int]]] = []
+    end = len(order)
+    while end:
+        batch = _PADDED[sizes[end]]
+        taken.append((batch, rooms[end - 1][batch], order[end - sizes[end] : end]))
+        end -= sizes[end]
+    return taken[::-1]
 
 
 class Stage:
