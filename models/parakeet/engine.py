@@ -195,13 +195,14 @@ class ParakeetEngine:
         ]
 
     def _state(self, stream: ParakeetStream, chunk: Chunk) -> TransducerState:
-        """What the stream carries, unless it begins anew: as it is told to, or as its state was in a backend's memory.
+        """What the stream carries, unless it begins anew: as it is told to, or as its state was in a failed backend.
 
-        In the latter case the network forgets what was said. Its words are settled all the same.
+        In the latter case the network forgets what was said. The words are settled all the same.
         """
         backend = self._backends.current
-        is_carried = stream.state is not None and stream.backend is backend and not chunk.is_first
-        return stream.state if is_carried and stream.state is not None else backend.start()
+        if stream.state is None or stream.backend is not backend or chunk.is_first:
+            return backend.start()
+        return stream.state
 
     def _hear(self, chunks: Sequence[Chunk]) -> list[Heard]:
         """Every chunk's frames, from one pass; a chunk too short for features has none."""
