@@ -24,7 +24,6 @@ from .isa import (
     PARTIAL_WORDS,
     STATS_ELEMENTS,
     TILE_BYTES,
-    X_ROW_PAD_BYTES,
     Flag,
     Op,
     Phase,
@@ -103,7 +102,7 @@ def lay_out(phases: Sequence[PhaseTasks], schedule: Schedule, target: Target, si
         misc_bytes = max(MISC_BYTES, -(-records_bytes // ALIGN_BYTES) * ALIGN_BYTES)
         ring_tiles = target.ring_tiles(misc_bytes)
     else:
-        x_bytes = target.max_rows * (max(phase.k for phase in phases) * 2 + X_ROW_PAD_BYTES)
+        x_bytes = 0  # rows go from words to registers
         records_bytes = _transducer_bytes(phases, schedule, target, sizes)
         misc_bytes = -(-(records_bytes + aux_granules * AUX_GRANULE_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
         ring_tiles = (target.shared_bytes - x_bytes - SUMS_BYTES - misc_bytes) // (N_WARPS * TILE_BYTES)

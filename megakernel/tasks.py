@@ -28,7 +28,6 @@ HEAD_SIZE = 64
 K_STEP = 128  # K is a multiple of this: pieces of a norm's sums, and at least four warps share a granule
 N_STEP = 64  # N is a multiple of this
 MAX_SCORE_HEADS = 32  # heads of a layer whose scores can be kept: bits of a word
-MAX_JOINT_K = 1024  # elements of a row that JOINT puts together: a warp's eighth is 4 elements for each lane at most
 WITH_WEIGHT = (Op.LINEAR, Op.HEAD, Op.LSTM, Op.RECUR, Op.JOINT)  # whose output rows are placed as granules
 ENDS = (Op.SELECT, Op.TRANSDUCE)
 STAGE = "tasks"
@@ -197,6 +196,7 @@ def verify(phases: Sequence[PhaseTasks], sizes: Sizes) -> None:
         if phase.op in (Op.LINEAR, Op.HEAD):
             _verify_weight(phase)
             _verify_stream(phase, sizes, is_first=index == 0)
+            _verify_alike_width(phase, sizes)
         elif phase.op in (Op.LSTM, Op.RECUR, Op.JOINT):
             _verify_transducer(phase, sizes, is_first=index == 0)
         elif phase.op not in ENDS:
@@ -217,10 +217,14 @@ def _verify_transducer(phase: PhaseTasks, sizes: Sizes, *, is_first: bool) -> No
         raise _broken(phase, "the LSTM behind the lookup is the first phase, and reads nothing else")
     if Flag.EMBED not in phase.flags:
         _verify_weight(phase)
+    _verify_alike_width(phase, sizes)
     if phase.op in (Op.LSTM, Op.RECUR) and (phase.n % (GATES * K_STEP) or not 0 <= phase.layer < sizes.n_layers):
         raise _broken(phase, f"{phase.n} gates of layer {phase.layer}: of units in multiples of {K_STEP}")
-    if phase.op is Op.JOINT and (phase.k > MAX_JOINT_K or phase.k != sizes.width):
-        raise _broken(phase, f"rows of {phase.k} elements: of the width {sizes.width}, at most {MAX_JOINT_K}")
+
+
+def _verify_alike_width(phase: PhaseTasks, sizes: Sizes) -> None:
+    if sizes.transducer is not None and phase.k not in (0, sizes.width):
+        raise _broken(phase, f"rows of {phase.k} elements: all of a transducer's have the width {sizes.width}")
 
 
 def _verify_weight(phase: PhaseTasks) -> None:

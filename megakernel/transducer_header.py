@@ -3,16 +3,26 @@
 Knows a program's words and how C is written. Does not know how the sources are compiled (``cubin.py``).
 """
 
+from .errors import CompileError
 from .isa import GRANULE_ROWS
+from .numbers import k_warps
 from .program import Program
 from .target import SUMS_BYTES
 
 ENTRY = "transducer.cu"
 KERNEL = "transducer_loop"
+MAX_KERNEL_ROWS = 8  # frames a step: with 16 a step took 2 to 3 µs more, and seldom are so many frames blank
 
 
 def transducer_header(program: Program) -> str:
-    """The text of ``program.h``."""
+    """The text of ``program.h``.
+
+    Raises:
+        CompileError: for a program of more rows than the kernel's bodies take.
+    """
+    if program.target.max_rows > MAX_KERNEL_ROWS:
+        rule = f"the kernel takes {MAX_KERNEL_ROWS} rows a step, not {program.target.max_rows}"
+        raise CompileError("cubin", program.name, rule)
     target, sizes, transducer = program.target, program.sizes, program.sizes.transducer
     assert transducer is not None, "a transducer's program"
     numbers = {
@@ -21,10 +31,10 @@ def transducer_header(program: Program) -> str:
         "TARGET_ROWS": target.max_rows,
         "RING_TILES": program.ring_tiles,
         "IS_RESIDENT": int(is_resident(program)),
-        "X_BYTES": program.x_bytes,
         "SUMS_BYTES": SUMS_BYTES,
         "MISC_BYTES": program.misc_bytes,
         "WIDTH": sizes.width,
+        "K_WARPS_OF_WIDTH": k_warps(sizes.width),
         "N_LAYERS": sizes.n_layers,
         "N_SLOTS": sizes.max_slots,
         "N_FRAMES": transducer.n_frames,

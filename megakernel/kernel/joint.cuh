@@ -1,5 +1,5 @@
 // JOINT: frames plus predictions, ReLU, times this SM's tokens and durations. What leaves is each row's best token first,
-// as everyone waits for it; the log-sum-exps are for the records alone and follow.
+// as everyone waits for it; the log-sum-exps are for the records alone and follow. A row is a frame of a slot.
 #pragma once
 
 #include "lstm.cuh"
@@ -14,67 +14,25 @@ __device__ __forceinline__ u32 joint_pair(u32 frame, u32 predicted) {
     return pack_bf16(relu(low_bf16(frame) + low_bf16(predicted)), relu(high_bf16(frame) + high_bf16(predicted)));
 }
 
-// The rows of the step into shared memory. A warp takes an eighth of the columns, a lane four elements of every row; a
-// slot's prediction is asked for with its first row. → whether all came
+// A lane's part of its row of the step: of frame and prediction. Both are asked for before either is used.
 template <int P>
-__device__ __forceinline__ bool load_joint(const Machine m) {
-    constexpr u32 LANES = At<P>::K / N_WARPS / 4;
-    static_assert(LANES <= 32, "a lane has four elements of a row");
+__device__ __forceinline__ void load_joint(const Machine m, u32 stepping, Slice& x) {
     const State& state = m.misc().state;
-    const u32 n_rows = state.n_rows, starts = state.starts, stepping = state.stepping;
-    if (m.lane() < LANES) {
-        const u32 element = (m.warp() * LANES + m.lane()) * 4;
-        const u16* frames = m.at<const u16>(PARAMETER_FRAMES) + element;
-        uint2 own[TARGET_ROWS];
+    const u32 row = m.lane() >> 2;
+    const bool is_one = row < state.n_rows;
+    const uint2 at = is_one ? state.rows[row] : make_uint2(0, 0);  // slot, frame
+    const u16* frame = m.at<const u16>(PARAMETER_FRAMES) + (u64)(at.x * N_FRAMES + at.y) * WIDTH +
+                       (m.warp() % K_WARPS_OF_WIDTH) * (SLICE_TILES * TILE_K) + (m.lane() & 3) * 8;
+    Slice own;
 #pragma unroll
-        for (u32 row = 0; row < TARGET_ROWS; row++) {
-            if (row >= n_rows) break;
-            const uint2 at = state.rows[row];
-            own[row] = __ldcg((const uint2*)(frames + (at.x * N_FRAMES + at.y) * At<P>::K));
-        }
-        const u64* from = row_words(m, At<P>::INPUT, At<P>::K, 0) + element / 2;
-        unsigned char* to = m.x() + element * 2;
-        Wait wait;
-        if (starts == 1) {  // one slot has all rows
-            const u32 slot = state.rows[0].x;
-            const u32 epoch = stepping >> slot & 1 ? m.epoch + At<P>::INPUT_EPOCH : state.slots[slot].predicted;
-            from += slot * (At<P>::K / 2);
-            Pair pair = peek_pair(from);
-            while ((pair.first_epoch != epoch || pair.second_epoch != epoch) && !wait.is_over(m)) pair = peek_pair(from);
+    for (int t = 0; t < SLICE_TILES; t++)
+        own.tile[t] = is_one ? __ldcg((const uint4*)(frame + t * TILE_K)) : make_uint4(0, 0, 0, 0);
+    const u32 epoch = stepping >> at.x & 1 ? m.epoch + At<P>::INPUT_EPOCH : state.slots[at.x].predicted;
+    take_slice(m, row_words(m, At<P>::INPUT, WIDTH, at.x), is_one, epoch, x);
 #pragma unroll
-            for (u32 row = 0; row < TARGET_ROWS; row++) {
-                if (row >= n_rows) break;
-                *(uint2*)(to + row * At<P>::STRIDE) =
-                    make_uint2(joint_pair(own[row].x, pair.first), joint_pair(own[row].y, pair.second));
-            }
-        } else {
-            Pair pairs[TARGET_ROWS];
-            u32 missing = starts;
-            while (missing != 0) {
-#pragma unroll
-                for (u32 row = 0; row < TARGET_ROWS; row++)
-                    if (missing >> row & 1) pairs[row] = peek_pair(from + state.rows[row].x * (At<P>::K / 2));
-#pragma unroll
-                for (u32 row = 0; row < TARGET_ROWS; row++) {
-                    if (!(missing >> row & 1)) continue;
-                    const u32 slot = state.rows[row].x;
-                    const u32 epoch = stepping >> slot & 1 ? m.epoch + At<P>::INPUT_EPOCH : state.slots[slot].predicted;
-                    if (pairs[row].first_epoch == epoch && pairs[row].second_epoch == epoch) missing &= ~(1u << row);
-                }
-                if (missing != 0 && wait.is_over(m)) break;
-            }
-            Pair pair = pairs[0];
-#pragma unroll
-            for (u32 row = 0; row < TARGET_ROWS; row++) {
-                if (row >= n_rows) break;
-                if (starts >> row & 1) pair = pairs[row];
-                *(uint2*)(to + row * At<P>::STRIDE) =
-                    make_uint2(joint_pair(own[row].x, pair.first), joint_pair(own[row].y, pair.second));
-            }
-        }
-    }
-    __syncthreads();
-    return m.misc().dead == 0;
+    for (int t = 0; t < SLICE_TILES; t++)
+        x.tile[t] = make_uint4(joint_pair(own.tile[t].x, x.tile[t].x), joint_pair(own.tile[t].y, x.tile[t].y),
+                               joint_pair(own.tile[t].z, x.tile[t].z), joint_pair(own.tile[t].w, x.tile[t].w));
 }
 
 struct LogSum {  // log of a sum of exponentials, as largest term and sum relative to it
@@ -136,84 +94,55 @@ __device__ __forceinline__ void publish_best(const Machine m, u32 row, const Bes
                  : "memory");
 }
 
-// One warp's rows of a batch's logits: rows warp, warp + N_WARPS; of each the tokens lane, lane + 32, ...
-template <int P, int ROWS>
-struct Logits {
-    static constexpr int N = ROWS / N_WARPS, PER_LANE = (int)(At<P>::BATCH * GRANULE_ROWS + 31) / 32;
-    float value[N][PER_LANE];
-    bool is_token[PER_LANE], is_duration[PER_LANE];
-    u32 token[PER_LANE];  // row of the padded weight
-};
+#define LOGITS ((int)(BATCH_GRANULES * (N_WARPS / K_WARPS_OF_WIDTH) * GRANULE_ROWS + 31) / 32)  // of a batch, a lane's
 
-template <int P, int ROWS>
-__device__ __forceinline__ void read_logits(const Machine m, const Own& own, Logits<P, ROWS>& logits, u32 first) {
-#pragma unroll
-    for (int i = 0; i < logits.PER_LANE; i++) {
-        const u32 local = m.lane() + 32 * i, in_batch = local / GRANULE_ROWS, column = local % GRANULE_ROWS;
-        const bool is_one = in_batch < At<P>::BATCH && first + in_batch < own.n;
-        const u32 token = (own.first + first) * GRANULE_ROWS + local;
-        logits.token[i] = token;
-        logits.is_token[i] = is_one && token < N_TOKENS;
-        logits.is_duration[i] = is_one && token >= FIRST_DURATION && token < FIRST_DURATION + N_DURATIONS;
-        if (!is_one) continue;
-        const float bias = m.misc().bias[(own.aux + first + in_batch) * GRANULE_ROWS + column];
-#pragma unroll
-        for (int r = 0; r < logits.N; r++) {
-            const float* at = sums_of<P, ROWS>(own, m.sums(), in_batch, m.warp() + r * N_WARPS) + column;
-            float y = at[0];
-#pragma unroll
-            for (int w = 1; w < (int)At<P>::K_WARPS; w++) y += at[w * ROWS * GRANULE_ROWS];
-            logits.value[r][i] = y + bias;
-        }
-    }
-}
-
-template <int P, int ROWS>
-__device__ __forceinline__ void joint_rows(const Machine m, const Own& own, bool is_alive) {
-    const u32 n_rows = m.misc().state.n_rows, first_row = own.first * GRANULE_ROWS;
+// Row i of the step is warp i's, of which each lane has the tokens lane, lane + 32, ... of a batch.
+template <int P>
+__device__ __forceinline__ void joint_rows(const Machine m, const Own& own, Progress& progress) {
+    static_assert(TARGET_ROWS <= N_WARPS, "a row is a warp's");
+    const u32 row = m.warp(), n_rows = m.misc().state.n_rows, epoch = m.epoch + At<P>::EPOCH;
+    const u32 first_row = own.first * GRANULE_ROWS;
     const bool has_durations = first_row <= FIRST_DURATION && FIRST_DURATION < first_row + own.n * GRANULE_ROWS;
-    Best best[ROWS / N_WARPS], duration[ROWS / N_WARPS];
-    LogSum sum[ROWS / N_WARPS];
+    Best best, duration;
+    LogSum sum;
 #pragma unroll 1
     for (u32 first = 0; first < own.n; first += At<P>::BATCH) {
-        if (first != 0) __syncthreads();
-        batch_sums<P, ROWS, (ROWS > 8)>(m, own, m.sums(), first / At<P>::BATCH);
-        if (m.warp() >= n_rows) continue;
-        Logits<P, ROWS> logits;
-        read_logits<P, ROWS>(m, own, logits, first);
-        const bool is_last = first + At<P>::BATCH >= own.n;
+        const float* sums = batch_sums<P>(m, own, progress.x, first / At<P>::BATCH, progress.last);
+        if (row >= n_rows) continue;
+        float logits[LOGITS];  // minus infinity where there is none
 #pragma unroll
-        for (int r = 0; r < logits.N; r++) {
-            const u32 row = m.warp() + r * N_WARPS;
-            if (row >= n_rows) break;
+        for (int i = 0; i < LOGITS; i++) {
+            const u32 local = m.lane() + 32 * i, in_batch = local / GRANULE_ROWS, column = local % GRANULE_ROWS;
+            const u32 token = first_row + first * GRANULE_ROWS + local;
+            logits[i] = NEGATIVE_INFINITY;
+            if (in_batch >= At<P>::BATCH || first + in_batch >= own.n) continue;
+            const float* at = sums_of<P>(own, sums, in_batch, row) + column;
+            float y = at[0];
 #pragma unroll
-            for (int i = 0; i < logits.PER_LANE; i++) {
-                if (logits.is_token[i]) best[r].offer(logits.value[r][i], logits.token[i]);
-                if (logits.is_duration[i]) duration[r].offer(logits.value[r][i], logits.token[i] - FIRST_DURATION);
+            for (int w = 1; w < K_WARPS_OF_WIDTH; w++) y += at[w * ROWS * GRANULE_ROWS];
+            y += m.misc().bias[(own.aux + first + in_batch) * GRANULE_ROWS + column];
+            if (token < N_TOKENS) {
+                logits[i] = y;
+                best.offer(y, token);
+            } else if (token >= FIRST_DURATION && token < FIRST_DURATION + N_DURATIONS) {
+                duration.offer(y, token - FIRST_DURATION);
             }
-            if (!is_last) continue;
+        }
+        if (first + At<P>::BATCH >= own.n) {
+            const bool speaks = m.lane() == 0 && !m.misc().dead;
             if (has_durations) {
-                const Best all = over_warp(duration[r]);
-                if (m.lane() == 0 && is_alive)
-                    publish(sum_word<P>(m, m.parity(), row, N_SMS), all.token, m.epoch + At<P>::EPOCH);
+                const Best all = over_warp(duration);
+                if (speaks) publish(sum_word<P>(m, m.parity(), row, N_SMS), all.token, epoch);
             }
-            const Best all = over_warp(best[r]);
-            if (m.lane() == 0 && is_alive) publish_best<P>(m, row, all);
+            const Best all = over_warp(best);
+            if (speaks) publish_best<P>(m, row, all);
         }
 #pragma unroll
-        for (int r = 0; r < logits.N; r++)
-#pragma unroll
-            for (int i = 0; i < logits.PER_LANE; i++)
-                if (logits.is_token[i]) sum[r].add(logits.value[r][i]);
+        for (int i = 0; i < LOGITS; i++) sum.add(logits[i]);
     }
-#pragma unroll
-    for (int r = 0; r < ROWS / N_WARPS; r++) {
-        const u32 row = m.warp() + r * N_WARPS;
-        if (row >= n_rows) break;
-        const float all = over_warp(sum[r]);
-        if (m.lane() == 0 && is_alive)
-            publish(sum_word<P>(m, m.parity(), row, m.sm()), __float_as_uint(all), m.epoch + At<P>::EPOCH);
-    }
+    if (row >= n_rows) return;
+    const float all = over_warp(sum);
+    if (m.lane() == 0 && !m.misc().dead) publish(sum_word<P>(m, m.parity(), row, m.sm()), __float_as_uint(all), epoch);
 }
 
 // The word for which every SM waits before the next step: commands to carry out, and whether to leave.
@@ -250,7 +179,7 @@ __device__ __noinline__ void watch_door(const Machine m) {
 }
 
 template <int P>
-__device__ __forceinline__ void joint(const Machine m, const Own& own) {
+__device__ __forceinline__ void joint(const Machine m, const Own& own, u32 stepping, Progress& progress) {
     __syncthreads();  // the rows are made
     const State& state = m.misc().state;
     if (m.sm() == CONTROL_SM && m.thread() == 0 && state.n_active != 0) publish_control<P>(m, 0);
@@ -259,11 +188,6 @@ __device__ __forceinline__ void joint(const Machine m, const Own& own) {
         if (m.sm() == CONTROL_SM && state.n_active == 0) watch_door<P>(m);
         return;
     }
-    const bool is_alive = load_joint<P>(m);
-#if TARGET_ROWS > 8
-    if (state.n_rows > 8)
-        joint_rows<P, 16>(m, own, is_alive);
-    else
-#endif
-        joint_rows<P, 8>(m, own, is_alive);
+    load_joint<P>(m, stepping, progress.x);
+    joint_rows<P>(m, own, progress);
 }

@@ -3,7 +3,8 @@
 // is on its way, and stays with the cells on the SM that has the unit.
 //
 // K_WARPS warps share a granule's K; the groups of K_WARPS warps take the SM's granules in turn, BATCH_GRANULES at a
-// time, and a fixed-order sum over the warps of a group ends each batch. Row i is slot i.
+// time, and a fixed-order sum over the warps of a group ends each batch. Row i is slot i. A lane waits for the very
+// words that are its registers of the matrix instruction: of row lane / 4 eight elements of each tile.
 #pragma once
 
 #include "exchange.cuh"
@@ -17,7 +18,6 @@ struct At {  // the words of phase P
     static constexpr u32 PARTIAL = PHASE[P][PHASE_PARTIAL];
     static constexpr u32 GROUPS = N_WARPS / K_WARPS, BATCH = BATCH_GRANULES * GROUPS;
     static constexpr u32 TILES = K / K_WARPS / TILE_K;  // of a warp's slice
-    static constexpr u32 STRIDE = K * 2 + X_ROW_PAD_BYTES;
 };
 
 // This SM's part of a phase, in registers: what would be looked up in every step otherwise.
@@ -29,9 +29,9 @@ struct Own {
     u32 tile;      // of the warp's part of the tape, the phase's first
 };
 
-#define PREDICTOR_ROWS 8
-static_assert(MAX_SLOTS <= PREDICTOR_ROWS, "a slot has no row");
-static_assert(2 * BATCH_GRANULES * N_WARPS * PREDICTOR_ROWS * GRANULE_ROWS * 4 <= SUMS_BYTES, "two phases' sums");
+#define ROWS 8  // of the matrix instruction's 16
+static_assert(MAX_SLOTS <= ROWS && TARGET_ROWS <= ROWS, "a slot or a frame has no row");
+static_assert(2 * BATCH_GRANULES * N_WARPS * ROWS * GRANULE_ROWS * 4 <= SUMS_BYTES, "two phases' sums");
 
 // ---------------------------------------------------------------------- the tape
 
@@ -61,58 +61,65 @@ __device__ __forceinline__ void load_tape(const Machine m) {
 
 // ---------------------------------------------------------------------- products
 
+#define SLICE_TILES (WIDTH / K_WARPS_OF_WIDTH / TILE_K)  // of a row that a warp has
+
+struct Slice {  // a lane's part of its warp's part of the rows
+    uint4 tile[SLICE_TILES];
+};
+
 typedef float Sums[BATCH_GRANULES][2][4];  // two chains, so that a product need not wait for the last one
 
 // One warp's slice of K for N of its granules, whose tiles of one place in the slice lie beside each other.
-template <int P, int N, bool HIGH>
-__device__ __forceinline__ void multiply_granules(const Machine m, Sums& sums, u32 first_tile) {
-    const unsigned char* low = m.x() + (m.lane() >> 2) * At<P>::STRIDE + (m.lane() & 3) * 16 +
-                               (m.warp() % At<P>::K_WARPS) * At<P>::TILES * TILE_K * 2;
-#pragma unroll 5
-    for (int t = 0; t < (int)At<P>::TILES; t++) {
-        const uint4 a = *(const uint4*)(low + t * TILE_K * 2);
-        uint4 b = make_uint4(0, 0, 0, 0);
-        if (HIGH) b = *(const uint4*)(low + 8 * At<P>::STRIDE + t * TILE_K * 2);
+template <int N>
+__device__ __forceinline__ void multiply_granules(const Machine m, const Slice& x, Sums& sums, u32 first_tile) {
+#pragma unroll
+    for (int t = 0; t < SLICE_TILES; t++)
 #pragma unroll
         for (int g = 0; g < N; g++) {
             const uint4 w = tile(m, first_tile + t * N + g);
-            mma(sums[g][0], a.x, b.x, a.y, b.y, w.x, w.y);
-            mma(sums[g][1], a.z, b.z, a.w, b.w, w.z, w.w);
+            mma(sums[g][0], x.tile[t].x, 0, x.tile[t].y, 0, w.x, w.y);
+            mma(sums[g][1], x.tile[t].z, 0, x.tile[t].w, 0, w.z, w.w);
         }
-    }
 }
 
-// The sums of batch ``batch`` in shared memory, [granule of the group][warp][row of ROWS][8], and the barrier behind.
-template <int P, int ROWS, bool HIGH>
-__device__ __forceinline__ void batch_sums(const Machine m, const Own& own, float* to, u32 batch) {
-    const u32 before = batch * BATCH_GRANULES, first = own.tile + before * At<P>::TILES;
+// Where a phase's sums lie: two phases in a row have different places.
+__device__ __forceinline__ float* sums_at(const Machine m, u32 phase) {
+    return m.sums() + (phase & 1) * (BATCH_GRANULES * N_WARPS * ROWS * GRANULE_ROWS);
+}
+
+// The sums of batch ``batch`` in shared memory, [granule of the group][warp][row][8], and the barrier behind. ``last``:
+// the phase before that has left sums.
+template <int P>
+__device__ __forceinline__ const float* batch_sums(const Machine m, const Own& own, const Slice& x, u32 batch, u32& last) {
+    static_assert(At<P>::K == WIDTH && At<P>::K_WARPS == K_WARPS_OF_WIDTH, "all rows are of one width");
+    const u32 before = batch * BATCH_GRANULES, first = own.tile + before * SLICE_TILES;
     const u32 n = own.n_mine > before ? min(own.n_mine - before, (u32)BATCH_GRANULES) : 0;
     Sums sums = {};
     static_assert(BATCH_GRANULES == 4, "a case is missing");
-    if (n == 1) multiply_granules<P, 1, HIGH>(m, sums, first);
-    if (n == 2) multiply_granules<P, 2, HIGH>(m, sums, first);
-    if (n == 3) multiply_granules<P, 3, HIGH>(m, sums, first);
-    if (n == 4) multiply_granules<P, 4, HIGH>(m, sums, first);
-    const u32 row = m.lane() >> 2, column = (m.lane() & 3) * 2;
+    if (n == 1) multiply_granules<1>(m, x, sums, first);
+    if (n == 2) multiply_granules<2>(m, x, sums, first);
+    if (n == 3) multiply_granules<3>(m, x, sums, first);
+    if (n == 4) multiply_granules<4>(m, x, sums, first);
+    if ((last ^ P) % 2 == 0) __syncthreads();  // nobody reads there any more
+    last = P;
+    float* to = sums_at(m, P) + (m.warp() * ROWS + (m.lane() >> 2)) * GRANULE_ROWS + (m.lane() & 3) * 2;
 #pragma unroll
-    for (int g = 0; g < BATCH_GRANULES; g++) {
-        if (g >= n) break;
-        float* at = to + ((g * N_WARPS + m.warp()) * ROWS + row) * GRANULE_ROWS + column;
-        *(float2*)at = make_float2(sums[g][0][0] + sums[g][1][0], sums[g][0][1] + sums[g][1][1]);
-        if (ROWS > 8)
-            *(float2*)(at + 8 * GRANULE_ROWS) = make_float2(sums[g][0][2] + sums[g][1][2], sums[g][0][3] + sums[g][1][3]);
-    }
+    for (int g = 0; g < BATCH_GRANULES; g++)
+        if (g < n)
+            *(float2*)(to + g * N_WARPS * ROWS * GRANULE_ROWS) =
+                make_float2(sums[g][0][0] + sums[g][1][0], sums[g][0][1] + sums[g][1][1]);
     __syncthreads();
+    return sums_at(m, P);
 }
 
 // Where granule ``in_batch`` of a batch was summed: its group's first warp's sums of ``row``.
-template <int P, int ROWS>
+template <int P>
 __device__ __forceinline__ const float* sums_of(const Own& own, const float* sums, u32 in_batch, u32 row) {
     const u32 group = (own.group + in_batch) % At<P>::GROUPS;
     return sums + ((in_batch / At<P>::GROUPS * N_WARPS + group * At<P>::K_WARPS) * ROWS + row) * GRANULE_ROWS;
 }
 
-template <int P, int ROWS>
+template <int P>
 __device__ __forceinline__ float2 sum_pair(const float* at) {
     float2 y = *(const float2*)at;
 #pragma unroll
@@ -124,7 +131,7 @@ __device__ __forceinline__ float2 sum_pair(const float* at) {
     return y;
 }
 
-template <int P, int ROWS>
+template <int P>
 __device__ __forceinline__ float4 sum_four(const float* at) {
     float4 y = *(const float4*)at;
 #pragma unroll
@@ -141,45 +148,48 @@ __device__ __forceinline__ float4 sum_four(const float* at) {
 // ---------------------------------------------------------------------- the predictor's rows
 
 #define NO_INPUT 0xffffffffu
+#define NO_PHASE (N_PHASES + N_PHASES % 2)  // even: before a step's first sums, which are phase 1's, nobody reads
 
-// The rows of the stepping slots into shared memory, unless they are there: ``loaded`` says what is. Slot i is warp i's,
-// each of whose lanes asks for all its words at once. → whether they came
-template <int P>
-__device__ __forceinline__ bool load_outputs(const Machine m, u32 stepping, u32& loaded) {
-    if (loaded != At<P>::INPUT) {
-        loaded = At<P>::INPUT;
-        constexpr u32 PAIRS = At<P>::K / 4, PER_LANE = (PAIRS + 31) / 32;  // pairs of words, four elements
-        static_assert(MAX_SLOTS <= N_WARPS, "a slot is a warp's");
-        if (stepping >> m.warp() & 1) {
-            const u32 epoch = m.epoch + At<P>::INPUT_EPOCH;
-            const u64* from = row_words(m, At<P>::INPUT, At<P>::K, m.warp()) + m.lane() * 2;
-            unsigned char* to = m.x() + m.warp() * At<P>::STRIDE + m.lane() * 8;
-            Pair pairs[PER_LANE];
-            Wait wait;
-            bool is_missing = true;
-            while (is_missing) {
-                is_missing = false;
+// A lane's pairs of words, two for each of its tiles: asked for together until all carry the epoch. Lanes for which
+// ``waits`` is false have zeros. → whether they came
+__device__ __forceinline__ void take_slice(const Machine m, const u64* row, bool waits, u32 epoch, Slice& x) {
+    const u64* from = row + (m.warp() % K_WARPS_OF_WIDTH) * (SLICE_TILES * TILE_K / 2) + (m.lane() & 3) * 4;
+    Pair pairs[SLICE_TILES][2] = {};
+    Wait wait;
+    bool is_missing = waits;
+    while (is_missing) {
+        is_missing = false;
 #pragma unroll
-                for (u32 i = 0; i < PER_LANE; i++)
-                    if (PAIRS % 32 == 0 || m.lane() + 32 * i < PAIRS) pairs[i] = peek_pair(from + 64 * i);
+        for (int t = 0; t < SLICE_TILES; t++)
 #pragma unroll
-                for (u32 i = 0; i < PER_LANE; i++)
-                    if (PAIRS % 32 == 0 || m.lane() + 32 * i < PAIRS)
-                        is_missing |= pairs[i].first_epoch != epoch || pairs[i].second_epoch != epoch;
-                if (is_missing && wait.is_over(m)) break;
-            }
+            for (int half = 0; half < 2; half++) pairs[t][half] = peek_pair(from + t * (TILE_K / 2) + half * 2);
 #pragma unroll
-            for (u32 i = 0; i < PER_LANE; i++)
-                if (PAIRS % 32 == 0 || m.lane() + 32 * i < PAIRS)
-                    *(uint2*)(to + 256 * i) = make_uint2(pairs[i].first, pairs[i].second);
-        }
-        __syncthreads();
+        for (int t = 0; t < SLICE_TILES; t++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                is_missing |= pairs[t][half].first_epoch != epoch || pairs[t][half].second_epoch != epoch;
+        if (is_missing && wait.is_over(m)) break;
     }
-    return m.misc().dead == 0;
+#pragma unroll
+    for (int t = 0; t < SLICE_TILES; t++)
+        x.tile[t] = make_uint4(pairs[t][0].first, pairs[t][0].second, pairs[t][1].first, pairs[t][1].second);
+    __syncwarp();
 }
 
-__device__ __forceinline__ float* predictor_sums(const Machine m, u32 phase) {
-    return m.sums() + (phase & 1) * (BATCH_GRANULES * N_WARPS * PREDICTOR_ROWS * GRANULE_ROWS);
+// What a warp has and has left so far in a step.
+struct Progress {
+    u32 loaded;  // whose rows the slice is of: INPUT of its readers
+    u32 last;    // phase that has left sums
+    Slice x;
+};
+
+// The rows of the stepping slots, unless they are there.
+template <int P>
+__device__ __forceinline__ void load_outputs(const Machine m, u32 stepping, Progress& progress) {
+    if (progress.loaded == At<P>::INPUT) return;
+    progress.loaded = At<P>::INPUT;
+    const u32 slot = m.lane() >> 2;
+    take_slice(m, row_words(m, At<P>::INPUT, WIDTH, slot), stepping >> slot & 1, m.epoch + At<P>::INPUT_EPOCH, progress.x);
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
@@ -257,23 +267,22 @@ __device__ __forceinline__ void lstm_of_table(const Machine m, const Own& own, u
 }
 
 template <int P>
-__device__ __forceinline__ void lstm(const Machine m, const Own& own, u32 stepping, u32& loaded) {
-    const bool is_alive = load_outputs<P>(m, stepping, loaded);
+__device__ __forceinline__ void lstm(const Machine m, const Own& own, u32 stepping, Progress& progress) {
+    load_outputs<P>(m, stepping, progress);
     constexpr u32 ITEMS = At<P>::BATCH * MAX_SLOTS * GRANULE_UNITS;
     static_assert(ITEMS <= N_THREADS && ITEMS % 32 == 0, "a unit of a slot is a thread's");
     const u32 which = m.thread() % GRANULE_UNITS, in_batch = m.thread() / GRANULE_UNITS % At<P>::BATCH;
     const u32 slot_index = m.thread() / GRANULE_UNITS / At<P>::BATCH;
 #pragma unroll 1
     for (u32 first = 0; first < own.n; first += At<P>::BATCH) {
-        float* sums = predictor_sums(m, P);
-        if (first != 0) __syncthreads();
-        batch_sums<P, PREDICTOR_ROWS, false>(m, own, sums, first / At<P>::BATCH);
+        const float* sums = batch_sums<P>(m, own, progress.x, first / At<P>::BATCH, progress.last);
+        const bool is_alive = m.misc().dead == 0;
         const u32 granule = first + in_batch;
         const bool is_one = m.thread() < ITEMS && granule < own.n && (stepping >> slot_index & 1);
         if (!__any_sync(0xffffffffu, is_one)) continue;
         float4 gates = make_float4(0, 0, 0, 0);
         if (is_one) {
-            gates = sum_four<P, PREDICTOR_ROWS>(sums_of<P, PREDICTOR_ROWS>(own, sums, in_batch, slot_index) + which * GATES);
+            gates = sum_four<P>(sums_of<P>(own, sums, in_batch, slot_index) + which * GATES);
             if (!m.misc().state.slots[slot_index].is_new)
                 gates = plus(gates, *(const float4*)&m.misc().kept[At<P>::LAYER][granule][slot_index][which * GATES]);
             gates = plus(gates, *(const float4*)&m.misc().bias[(own.aux + granule) * GRANULE_ROWS + which * GATES]);
@@ -284,33 +293,30 @@ __device__ __forceinline__ void lstm(const Machine m, const Own& own, u32 steppi
 
 // Two neighbouring outputs of one slot for each thread of a batch.
 template <int P, class Epilogue>
-__device__ __forceinline__ void each_pair(const Machine m, const Own& own, u32 stepping, Epilogue epilogue) {
+__device__ __forceinline__ void each_pair(const Machine m, const Own& own, u32 stepping, Progress& progress, Epilogue epilogue) {
+    load_outputs<P>(m, stepping, progress);
     static_assert(At<P>::BATCH * MAX_SLOTS * 4 <= N_THREADS, "a pair of a slot is a thread's");
     const u32 pair = m.thread() & 3, in_batch = (m.thread() >> 2) % At<P>::BATCH, slot = (m.thread() >> 2) / At<P>::BATCH;
 #pragma unroll 1
     for (u32 first = 0; first < own.n; first += At<P>::BATCH) {
-        float* sums = predictor_sums(m, P);
-        if (first != 0) __syncthreads();
-        batch_sums<P, PREDICTOR_ROWS, false>(m, own, sums, first / At<P>::BATCH);
+        const float* sums = batch_sums<P>(m, own, progress.x, first / At<P>::BATCH, progress.last);
         const u32 granule = first + in_batch;
         if (granule < own.n && slot < MAX_SLOTS && (stepping >> slot & 1))
-            epilogue(slot, granule, pair, sum_pair<P, PREDICTOR_ROWS>(sums_of<P, PREDICTOR_ROWS>(own, sums, in_batch, slot) + pair * 2));
+            epilogue(slot, granule, pair, sum_pair<P>(sums_of<P>(own, sums, in_batch, slot) + pair * 2));
     }
 }
 
 template <int P>
-__device__ __forceinline__ void recur(const Machine m, const Own& own, u32 stepping, u32& loaded) {
-    load_outputs<P>(m, stepping, loaded);
-    each_pair<P>(m, own, stepping, [&](u32 slot, u32 granule, u32 pair, float2 y) {
+__device__ __forceinline__ void recur(const Machine m, const Own& own, u32 stepping, Progress& progress) {
+    each_pair<P>(m, own, stepping, progress, [&](u32 slot, u32 granule, u32 pair, float2 y) {
         *(float2*)&m.misc().kept[At<P>::LAYER][granule][slot][pair * 2] = y;
     });
 }
 
 template <int P>
-__device__ __forceinline__ void predict(const Machine m, const Own& own, u32 stepping, u32& loaded) {
-    const bool is_alive = load_outputs<P>(m, stepping, loaded);
-    each_pair<P>(m, own, stepping, [&](u32 slot, u32 granule, u32 pair, float2 y) {
-        if (!is_alive) return;
+__device__ __forceinline__ void predict(const Machine m, const Own& own, u32 stepping, Progress& progress) {
+    each_pair<P>(m, own, stepping, progress, [&](u32 slot, u32 granule, u32 pair, float2 y) {
+        if (m.misc().dead) return;
         const float2 bias = *(const float2*)&m.misc().bias[(own.aux + granule) * GRANULE_ROWS + pair * 2];
         publish_row(m, At<P>::OUTPUT, At<P>::N, slot, (own.first + granule) * (GRANULE_ROWS / 2) + pair,
                     pack_bf16(y.x + bias.x, y.y + bias.y), m.epoch + At<P>::EPOCH);

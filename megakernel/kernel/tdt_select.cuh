@@ -167,27 +167,18 @@ __device__ __forceinline__ void make_rows(const Machine m) {
     const u32 with_rows = __ballot_sync(0xffffffffu, is_one), n_with = __popc(with_rows);
     const u32 share = n_with > 1 ? TARGET_ROWS / n_with : TARGET_ROWS;
     const u32 n_rows = is_one ? min(share, slot.n_frames - slot.frame) : 0;
-    u32 end = n_rows, start = is_one;  // rows of the slots up to this one; as a bit, the first of them
-    if (n_with > 1) {
+    u32 end = n_rows;  // rows of the slots up to this one
 #pragma unroll
-        for (u32 by = 1; by < MAX_SLOTS; by *= 2) {
-            const u32 before = __shfl_up_sync(0xffffffffu, end, by);
-            if (m.lane() >= by) end += before;
-        }
-        start = is_one ? 1u << (end - n_rows) : 0;
-    } else {
-        end = __reduce_max_sync(0xffffffffu, n_rows);
+    for (u32 by = 1; by < MAX_SLOTS; by *= 2) {
+        const u32 before = __shfl_up_sync(0xffffffffu, end, by);
+        if (m.lane() >= by) end += before;
     }
-    start = __reduce_or_sync(0xffffffffu, start);
     if (m.lane() < MAX_SLOTS) {
         slot.n_rows = n_rows;
         slot.first_row = end - n_rows;
     }
     for (u32 i = 0; i < n_rows; i++) state.rows[end - n_rows + i] = make_uint2(m.lane(), slot.frame + i);
-    if (m.lane() == MAX_SLOTS - 1) {
-        state.n_rows = end;
-        state.starts = start;
-    }
+    if (m.lane() == MAX_SLOTS - 1) state.n_rows = end;
     __syncwarp();
 }
 

@@ -54,29 +54,29 @@ __device__ __noinline__ void stall(const Machine m) {
     m.misc().dead = 1;
 }
 
-// Phase P and those behind it. ``loaded``: whose output lies in the rows of activations.
+// Phase P and those behind it.
 template <int P>
-__device__ __forceinline__ void run_phases(Machine& m, const Own (&own)[N_PHASES], u32 stepping, u32 loaded) {
+__device__ __forceinline__ void run_phases(Machine& m, const Own (&own)[N_PHASES], u32 stepping, Progress& progress) {
     if constexpr (P < N_PHASES) {
         m.phase = P;
         const bool has_task = own[P].n != 0 && stepping != 0;
         if constexpr (At<P>::OP_ == OP_TRANSDUCE) {
             transduce<P - 1, 0>(m, own[0]);
         } else if constexpr (At<P>::OP_ == OP_JOINT) {
-            joint<P>(m, own[P]);
+            joint<P>(m, own[P], stepping, progress);
         } else if constexpr (At<P>::OP_ == OP_LSTM && At<P>::K == 0) {
             static_assert(P == 0, "the layer behind the lookup is the first");
             if (has_task) lstm_of_table<P>(m, own[P], stepping);
             if (m.warp() == N_WARPS - 1) make_rows(m);
             if (m.sm() == CONTROL_SM && m.warp() == N_WARPS - 2) tell<N_PHASES - 2>(m);
         } else if constexpr (At<P>::OP_ == OP_LSTM) {
-            if (has_task) lstm<P>(m, own[P], stepping, loaded);
+            if (has_task) lstm<P>(m, own[P], stepping, progress);
         } else if constexpr (At<P>::OP_ == OP_RECUR) {
-            if (has_task) recur<P>(m, own[P], stepping, loaded);
+            if (has_task) recur<P>(m, own[P], stepping, progress);
         } else {
-            if (has_task) predict<P>(m, own[P], stepping, loaded);
+            if (has_task) predict<P>(m, own[P], stepping, progress);
         }
-        run_phases<P + 1>(m, own, stepping, loaded);
+        run_phases<P + 1>(m, own, stepping, progress);
     }
 }
 
@@ -111,7 +111,10 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) transducer_loop(const
         const u32 n_steps = state.n_steps;
         m.epoch = base + n_steps * EPOCHS_PER_STEP;
         if (n_steps == stall_step) stall(m);
-        run_phases<0>(m, own, state.stepping, NO_INPUT);
+        Progress progress;
+        progress.loaded = NO_INPUT;
+        progress.last = NO_PHASE;
+        run_phases<0>(m, own, state.stepping, progress);
         if (state.leave != 0 || m.misc().dead) break;
         if (m.sm() == CONTROL_SM && m.thread() == 0) store_host(m.at<u32>(PARAMETER_HOST_BEAT), state.n_steps);
     }

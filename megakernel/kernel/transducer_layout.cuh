@@ -27,7 +27,6 @@ struct State {  // what lives on between residencies
     uint2 rows[MAX_ROWS];  // slot, frame
     u32 n_rows;
     u32 stepping;  // bits: slots for which the predictor has something to do
-    u32 starts;    // bits: rows that are their slot's first
     u32 n_active;
     u32 n_commands;  // carried out
     u32 n_fetched;   // copied from the host
@@ -68,15 +67,14 @@ static_assert(sizeof(Misc) <= MISC_BYTES, "the tables do not fit into their part
 
 #define RING_BYTES (N_WARPS * RING_TILES * TILE_BYTES)
 
-extern __shared__ __align__(128) unsigned char shared[];  // tape, activations, sums, Misc
+extern __shared__ __align__(128) unsigned char shared[];  // tape, sums, Misc
 
 struct Machine {
     u32 epoch;  // of this step: phases publish epoch + EPOCH
     u32 phase;
 
-    __device__ __forceinline__ unsigned char* x() const { return shared + RING_BYTES; }
-    __device__ __forceinline__ float* sums() const { return (float*)(shared + RING_BYTES + X_BYTES); }
-    __device__ __forceinline__ Misc& misc() const { return *(Misc*)(shared + RING_BYTES + X_BYTES + SUMS_BYTES); }
+    __device__ __forceinline__ float* sums() const { return (float*)(shared + RING_BYTES); }
+    __device__ __forceinline__ Misc& misc() const { return *(Misc*)(shared + RING_BYTES + SUMS_BYTES); }
     static __device__ __forceinline__ u32 sm() { return blockIdx.x; }
     static __device__ __forceinline__ u32 thread() { return threadIdx.x; }
     static __device__ __forceinline__ u32 warp() { return threadIdx.x >> 5; }

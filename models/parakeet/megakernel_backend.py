@@ -28,6 +28,7 @@ from megakernel.request import TransducerRequest
 from megakernel.runtime import Runtime
 from megakernel.selftest_transducer import ensure_transducer_right
 from megakernel.target import Target
+from megakernel.transducer_header import MAX_KERNEL_ROWS
 
 from ..backends import BackendError, device_errors
 from .graph import PROJECTOR, graph_constants, transducer_graph
@@ -37,7 +38,6 @@ from .reference import Parakeet
 log = logging.getLogger(__name__)
 
 MAX_FRAMES = 512  # of one request; more are decoded in pieces, which changes nothing
-N_ROWS = 8  # frames a step looks at. With 16 a step takes 2 to 3 µs more, and seldom are so many frames blank
 _WAIT_S = 1.0  # at a time; the runtime itself finds out when the device stalls
 
 
@@ -199,13 +199,13 @@ def decoder_on(
 ) -> MegakernelDecoder:
     """The decoder of ``model``'s weights on a GPU, tested. Compiled kernels are kept in ``cache``.
 
-    ``target``: how the device is used; with ``N_ROWS`` rows a step if it is None.
+    ``target``: how the device is used; by as many rows a step as the kernel takes if it is None.
 
     Raises:
         DeviceError, CompileError: if the device can't run it, or computes something else.
     """
     graph = transducer_graph(model.config, n_frames=n_frames)
-    program = compile_program(graph, target or replace(target_for(device), max_rows=N_ROWS))
+    program = compile_program(graph, target or replace(target_for(device), max_rows=MAX_KERNEL_ROWS))
     constants = graph_constants(graph, model.state_dict())
     no_rules = np.zeros((1, 2, bitmap_words(graph.sizes.n_tokens)), np.uint32)
     launcher = Launcher.load(program, constants, no_rules, device=device, cache=cache)

@@ -1,7 +1,7 @@
 """The transducer's kernel under its runtime: on a GPU where there is one, and compiled for the processor everywhere."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from megakernel.request import TransducerRequest
 from megakernel.runtime import Runtime
 from megakernel.selftest_transducer import compare
 from megakernel.target import Target
+from megakernel.transducer_header import MAX_KERNEL_ROWS
 from tests.megakernel.emulator import COMPILER, EmulatedLauncher
 from tests.megakernel.transducers import (
     Constants,
@@ -30,7 +31,7 @@ from tests.megakernel.transducers import (
 )
 
 # One whose tape stays in shared memory as a whole, and one that has room for a part of it.
-EMULATED = {"resident": (5, 16, 166_912), "partly resident": (2, 8, 101_376)}
+EMULATED = {"resident": (5, 166_912), "partly resident": (2, 166_912)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,9 +57,9 @@ class Device:
 
 
 def emulated(kind: str, folder: Path) -> Device:
-    n_sms, max_rows, shared_bytes = EMULATED[kind]
+    n_sms, shared_bytes = EMULATED[kind]
     graph = tiny_transducer()
-    program = compile_program(graph, Target(kind, "sm_80", n_sms, shared_bytes, max_rows))
+    program = compile_program(graph, Target(kind, "sm_80", n_sms, shared_bytes, MAX_KERNEL_ROWS))
     constants = random_constants(graph, 1)
     launcher = EmulatedLauncher(program, constants, folder)
     memory = launcher.memory
@@ -76,7 +77,10 @@ def on_gpu() -> Device:
     except NoDeviceError as error:
         pytest.skip(str(error))
     graph = tiny_transducer(n_tokens=8 * device.n_sms + 3)
-    program, constants = compile_program(graph, target_for(device)), random_constants(graph, 1)
+    program, constants = (
+        compile_program(graph, replace(target_for(device), max_rows=MAX_KERNEL_ROWS)),
+        random_constants(graph, 1),
+    )
     tensors = {name: torch.from_numpy(value) for name, value in constants.items()}
     no_rules = np.zeros((1, 2, bitmap_words(graph.sizes.n_tokens)), np.uint32)
     launcher = Launcher.load(program, tensors, no_rules, device=device, cache=None)
