@@ -58,7 +58,7 @@ class RecordingDoor:
         n_tracks = len(self._finals)
         effects: list[DoorEffect] = []
         for track in range(n_tracks):
-            spec = AudioSpec("f32le", SAMPLE_RATE_HZ, n_tracks, track)
+            spec = AudioSpec("f32le", SAMPLE_RATE_HZ, n_tracks, track if n_tracks > 1 else None)
             hello = msgspec.structs.replace(hello_of(self._options, spec), partial_interval_ms=PARTIAL_INTERVAL_MS)
             effects += [Open(track), Tell(track, hello)]
         return effects

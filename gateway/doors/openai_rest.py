@@ -1,7 +1,8 @@
 """The door of the OpenAI REST protocol: a recording in, its transcript out, in one of six shapes.
 
 Knows the request's fields and the bodies of the answer. The request's audio comes as frames of 32-bit floats at 16 kHz
-and ends with an empty one; a transcript is what a session says of them. Does not know forms, files or HTTP.
+and ends with an empty one; a transcript is what a session says of them. Speakers are told apart by channels only, each
+with a session of its own. Does not know forms, files or HTTP.
 """
 
 import json
@@ -38,6 +39,7 @@ from gateway.doors.settled import SettledText
 from gateway.effects import Close, Said
 from gateway.errors import GatewayError
 from gateway.messages import Audio, AudioSpec, Bye, Error, Farewell, Final, Hello, Partial, WordItem
+from gateway.pcm import MAX_CHANNELS
 from gateway.subtitles import Cue, TimedWord, as_srt, as_vtt, cues_of
 from streaming.capability import Capability
 from streaming.engine import DecodeOptions, Task, UnsupportedOptionError
@@ -48,13 +50,15 @@ __all__ = ["NAME", "RESUMES", "key_of", "open_door", "refusal"]
 NAME = "openai_rest"
 RESUMES = False
 TRANSLATIONS_PATH = "/v1/audio/translations"
-FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+DIARIZED = "diarized_json"
+FORMATS = ("json", "text", "srt", "verbose_json", "vtt", DIARIZED)
+MAX_SPEAKERS = 4  # upstream's own limit for names
 # A recording is there as fast as it can be read, so partials of it would only be thrown away; a stream wants some.
 PARTIAL_INTERVAL_MS, STREAMED_PARTIAL_INTERVAL_MS = 10_000, 2_000
-_TRACK = 0
 _CONTENT_TYPES = {
     "json": "application/json",
     "verbose_json": "application/json",
+    DIARIZED: "application/json",
     "text": "text/plain; charset=utf-8",
     "srt": "application/x-subrip; charset=utf-8",
     "vtt": "text/vtt; charset=utf-8",
@@ -72,6 +76,12 @@ class _Request:
     has_segments: bool
     has_logprobs: bool
     is_streamed: bool
+    speakers: tuple[str, ...] = ()  # of each channel's, where they are told apart
+
+    @property
+    def n_tracks(self) -> int:
+        """Channels that are heard by themselves."""
+        return max(1, len(self.speakers))
 
 
 class TranscriptionDoor:
@@ -81,18 +91,24 @@ class TranscriptionDoor:
 
     def __init__(self, request: _Request) -> None:
         self._request = request
-        self._finals: list[Final] = []
+        self._spoken: list[tuple[int, Final]] = []  # with its track
+        self._n_over = 0
         self._settled = SettledText()  # of a streamed answer
         self._failure: str | None = None
 
     def opened(self, now_s: float) -> list[DoorEffect]:
-        """A session for the recording."""
-        return [Open(_TRACK), Tell(_TRACK, self._request.hello)]
+        """A session for the recording, or for each of its channels."""
+        n_tracks = self._request.n_tracks
+        effects: list[DoorEffect] = []
+        for track in range(n_tracks):
+            spec = AudioSpec("f32le", SAMPLE_RATE_HZ, n_tracks, track if n_tracks > 1 else None)
+            effects += [Open(track), Tell(track, msgspec.structs.replace(self._request.hello, audio=spec))]
+        return effects
 
     def receive(self, frame: Frame, now_s: float) -> list[DoorEffect]:
         """Audio; an empty frame is its end."""
         assert isinstance(frame, bytes), "the audio of a request is bytes"
-        return [Tell(_TRACK, Audio(frame) if frame else Bye())]
+        return [Tell(track, Audio(frame) if frame else Bye()) for track in range(self._request.n_tracks)]
 
     def heard(self, track: int, said: Said, now_s: float) -> Sequence[DoorEffect]:
         """Collect the finals, or send what settles."""
@@ -100,13 +116,14 @@ class TranscriptionDoor:
             case Partial():
                 return self._delta(said)
             case Final():
-                self._finals.append(said)
+                self._spoken.append((track, said))
                 return self._delta(said)
             case Error():
                 self._failure = said.message
                 return []
             case Farewell():
-                return self._answer(said.audio_s)
+                self._n_over += 1
+                return self._answer(said.audio_s) if self._n_over == self._request.n_tracks else []
             case _:
                 return []
 
@@ -116,16 +133,24 @@ class TranscriptionDoor:
 
     def peer_gone(self, now_s: float) -> list[DoorEffect]:
         """Nobody waits for the answer."""
-        return [Drop(_TRACK)]
+        return [Drop(track) for track in range(self._request.n_tracks)]
 
     def failed(self, error: GatewayError) -> list[LastWords]:
         """An error body."""
         status = _STATUS.get(error.code, 500)
         return self._error(status, error.code, str(error))
 
+    @property
+    def _finals(self) -> list[Final]:
+        """In the order spoken, whoever spoke."""
+        return [final for _, final in sorted(self._spoken, key=lambda pair: pair[1].start_s)]
+
     def _delta(self, segment: Partial | Final) -> list[DoorEffect]:
         if not self._request.is_streamed:
             return []
+        if self._request.speakers:
+            is_whole = isinstance(segment, Final) and segment.words
+            return [Say(f"data: {_json(self._turn(len(self._spoken) - 1))}\n\n")] if is_whole else []
         words = self._settled.news(segment)
         delta = self._settled.delta(words)
         return [self._event("transcript.text.delta", delta=delta, **self._logprobs(words))] if delta else []
@@ -135,7 +160,8 @@ class TranscriptionDoor:
             return [*self._error(500, "decode_failed", self._failure)]
         usage = {"type": "duration", "seconds": round(audio_s, 3)}
         if self._request.is_streamed:
-            done = self._event("transcript.text.done", text=self._settled.text, usage=usage, **self._all_logprobs())
+            text = self._text() if self._request.speakers else self._settled.text
+            done = self._event("transcript.text.done", text=text, usage=usage, **self._all_logprobs())
             return [done, Close(200, "done")]
         return [Say(self._body(usage, audio_s)), Close(200, "done")]
 
@@ -149,6 +175,11 @@ class TranscriptionDoor:
                 return as_vtt(self._cues())
             case "verbose_json":
                 return _json(self._verbose(usage, audio_s))
+            case "diarized_json":
+                order = sorted(range(len(self._spoken)), key=lambda number: self._spoken[number][1].start_s)
+                turns = [self._turn(number) for number in order if self._spoken[number][1].words]
+                body = {"task": "transcribe", "duration": round(audio_s, 3), "text": self._text(), "segments": turns}
+                return _json({**body, "usage": usage})
             case _:
                 languages = sorted({final.language for final in self._finals if final.language})
                 named = {"languages": [{"code": code} for code in languages]} if languages else {}
@@ -170,6 +201,18 @@ class TranscriptionDoor:
                 {"word": word.text.strip(), "start": word.start_s, "end": word.end_s} for word in self._words()
             ]
         return {**body, "usage": usage}
+
+    def _turn(self, number: int) -> dict[str, Any]:
+        """What somebody said in one go."""
+        track, final = self._spoken[number]
+        return {
+            "type": "transcript.text.segment",
+            "id": f"seg_{number}",
+            "start": final.start_s,
+            "end": final.end_s,
+            "text": "".join(word.text for word in final.words),
+            "speaker": self._request.speakers[track],
+        }
 
     def _text(self) -> str:
         return "".join(word.text for word in self._words()).strip()
@@ -233,7 +276,7 @@ def open_door(knock: Knock, house: House) -> Admission:
     """A door for the request whose form fields stand in ``knock.query``."""
     fields = _Fields(knock.query)
     try:
-        request = _request(fields, house, translates=knock.path == TRANSLATIONS_PATH)
+        request = _request(fields, house, knock.n_channels, translates=knock.path == TRANSLATIONS_PATH)
     except BadValueError as error:
         status = 404 if error.code == "model_not_found" else 400
         raise AdmissionError(status, error.code, str(error), param=error.param) from error
@@ -243,7 +286,8 @@ def open_door(knock: Knock, house: House) -> Admission:
     ignored = {"X-Senseway-Ignored": ", ".join(fields.ignored)} if fields.ignored else {}
     kind = "text/event-stream" if request.is_streamed else _CONTENT_TYPES[request.response_format]
     headers = {"Content-Type": kind, **ignored}
-    return Admission(TranscriptionDoor(request), headers=headers, is_streamed=request.is_streamed)
+    door = TranscriptionDoor(request)
+    return Admission(door, headers=headers, is_streamed=request.is_streamed, takes_channels=bool(request.speakers))
 
 
 class _Fields:
@@ -264,7 +308,7 @@ class _Fields:
         return {key[len(name) + 1 : -1]: value for key, value in self._pairs if key.startswith(f"{name}[")}
 
 
-def _request(fields: _Fields, house: House, *, translates: bool) -> _Request:
+def _request(fields: _Fields, house: House, n_channels: int, *, translates: bool) -> _Request:
     name = fields.one("model")
     if not name:
         raise BadValueError("model", "model is missing", code="missing_required_parameter")
@@ -277,10 +321,9 @@ def _request(fields: _Fields, house: House, *, translates: bool) -> _Request:
         raise BadValueError(
             "response_format", f"response_format is {response_format!r}; accepted are {', '.join(FORMATS)}"
         )
-    if fields.many("known_speaker_names") or fields.many("known_speaker_references"):
-        raise BadValueError("known_speaker_names", "speakers are not told apart here")
+    speakers = _speakers(fields, response_format, n_channels)
     is_streamed = _flag(fields.one("stream"), "stream")
-    if is_streamed and response_format not in ("json", "text"):
+    if is_streamed and response_format not in ("json", "text", DIARIZED):
         raise BadValueError("stream", f"response_format {response_format} comes in one piece; json can be streamed")
     granularities = _granularities(fields, response_format)
     if fields.one("temperature") not in (None, "", "0", "0.0"):
@@ -308,7 +351,30 @@ def _request(fields: _Fields, house: House, *, translates: bool) -> _Request:
         has_segments="segment" in granularities,
         has_logprobs=has_logprobs,
         is_streamed=is_streamed,
+        speakers=speakers,
     )
+
+
+def _speakers(fields: _Fields, response_format: str, n_channels: int) -> tuple[str, ...]:
+    """A name for each channel: those given, in the order of the channels, else A, B and so on."""
+    names = fields.many("known_speaker_names")
+    if fields.many("known_speaker_references"):
+        said = "speakers are told apart by channels here, not by how they sound"
+        raise BadValueError("known_speaker_references", said)
+    if response_format != DIARIZED:
+        if names:
+            raise BadValueError("known_speaker_names", f"known_speaker_names go with response_format {DIARIZED}")
+        return ()
+    if not 2 <= n_channels <= MAX_CHANNELS:
+        said = (
+            f"speakers are told apart by channels here: 2 to {MAX_CHANNELS} are needed, the recording has {n_channels}"
+        )
+        raise BadValueError("response_format", said)
+    if len(names) > min(MAX_SPEAKERS, n_channels):
+        raise BadValueError(
+            "known_speaker_names", f"{len(names)} names for {min(MAX_SPEAKERS, n_channels)} speakers at most"
+        )
+    return (*names, *(chr(ord("A") + index) for index in range(len(names), n_channels)))
 
 
 def replace_hello(hello: Hello, options: DecodeOptions, *, is_streamed: bool) -> Hello:

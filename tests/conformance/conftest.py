@@ -40,6 +40,17 @@ def speech_file_16k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("speech") / "speech_16k.wav", 16_000)
 
 
+@pytest.fixture(scope="session")
+def stereo_file(speech_file_16k: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same on the left, and once more on the right when the left is silent."""
+    samples, rate_hz = soundfile.read(speech_file_16k, dtype="int16")
+    silence = np.zeros_like(samples)
+    both = np.stack([np.concatenate([samples, silence]), np.concatenate([silence, samples])], axis=1)
+    path = tmp_path_factory.mktemp("speech") / "stereo.wav"
+    soundfile.write(path, both, rate_hz, subtype="PCM_16")
+    return path
+
+
 def written(path: Path, rate_hz: int) -> Path:
     try:
         samples, recorded_hz = soundfile.read(recording("two_cities"), dtype="float32")

@@ -85,7 +85,12 @@ def recording(arguments: argparse.Namespace) -> None:
     client = DeepgramClient(api_key=arguments.key, environment=environment_of(arguments.address))
     with open(arguments.file, "rb") as file:
         answer = client.listen.v1.media.transcribe_file(
-            request=file.read(), model="nova-3", punctuate=True, utterances=True, paragraphs=True
+            request=file.read(),
+            model="nova-3",
+            punctuate=True,
+            utterances=True,
+            paragraphs=True,
+            multichannel=arguments.multichannel,
         )
     tell(answer)
 
@@ -97,6 +102,7 @@ def main() -> None:
     parser.add_argument("--address", required=True)
     parser.add_argument("--file", required=True)
     parser.add_argument("--key", default="unused")
+    parser.add_argument("--multichannel", action="store_true")
     parser.add_argument("--pace", type=float, default=1.0, help="times real time")
     arguments = parser.parse_args()
     match arguments.what:

@@ -136,10 +136,21 @@ def rest(arguments: argparse.Namespace) -> None:
         print(json.dumps({"shape": "error", "class": type(error).__name__, "code": error.code, "param": error.param}))
 
 
+def speakers(arguments: argparse.Namespace) -> None:
+    """A recording with a speaker on each channel, whole and as a stream."""
+    client = OpenAI(base_url=arguments.url, api_key=arguments.key)
+    asked = {"model": "gpt-4o-transcribe-diarize", "response_format": "diarized_json", "chunking_strategy": "auto"}
+    with open(arguments.file, "rb") as file:
+        tell(client.audio.transcriptions.create(file=file, extra_body={"known_speaker_names": ["Ann", "Bob"]}, **asked))
+    with open(arguments.file, "rb") as file:
+        for event in client.audio.transcriptions.create(file=file, stream=True, **asked):
+            tell(event)
+
+
 def main() -> None:
     """See the flags."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("realtime", "reconnect", "refused", "rest", "version"))
+    parser.add_argument("what", choices=("realtime", "reconnect", "refused", "rest", "speakers", "version"))
     parser.add_argument("--url")
     parser.add_argument("--file")
     parser.add_argument("--key", default="unused")
@@ -155,6 +166,8 @@ def main() -> None:
             asyncio.run(refused(arguments))
         case "rest":
             rest(arguments)
+        case "speakers":
+            speakers(arguments)
         case "version":
             print(json.dumps({"version": openai.__version__}))
 

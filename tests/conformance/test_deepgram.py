@@ -21,8 +21,8 @@ CLASSES = {
 }
 
 
-def messages(address: str, file: Path, what: str) -> list[dict[str, Any]]:
-    return drive("deepgram", what, "--address", address, "--file", str(file), "--key", KEY)
+def messages(address: str, file: Path, what: str, *more: str) -> list[dict[str, Any]]:
+    return drive("deepgram", what, "--address", address, "--file", str(file), "--key", KEY, *more)
 
 
 @pytest.mark.proves(client="deepgram-sdk", door="Deepgram live", feature="every message parsed to its own class")
@@ -67,3 +67,14 @@ def test_a_recording_comes_back_as_text(server_address: str, speech_file: Path, 
     starts = [word["start"] for word in best["words"]]
     assert starts == sorted(starts) and best["paragraphs"]["paragraphs"]
     assert answer["results"]["utterances"] and answer["metadata"]["duration"] == pytest.approx(9.7, abs=0.05)
+
+
+@pytest.mark.proves(client="deepgram-sdk", door="Deepgram prerecorded", feature="a transcript of each channel")
+def test_each_channel_of_a_recording_has_its_transcript(
+    server_address: str, stereo_file: Path, speech_text: str
+) -> None:
+    [answer] = messages(server_address, stereo_file, "recording", "--multichannel")
+    texts = [channel["alternatives"][0]["transcript"] for channel in answer["results"]["channels"]]
+    assert len(texts) == 2 and max(error_rate(speech_text, text) for text in texts) <= MAX_ERROR_RATE
+    channels = [utterance["channel"] for utterance in answer["results"]["utterances"]]
+    assert channels == sorted(channels) and set(channels) == {0, 1}

@@ -83,6 +83,23 @@ def test_requests_come_back_in_every_shape(server_address: str, speech_file: Pat
     assert error["class"] == "BadRequestError" and error["code"] == "invalid_file" and error["param"] == "file"
 
 
+@pytest.mark.proves(client="openai", door="OpenAI REST", feature="diarized_json, a speaker on each channel")
+def test_speakers_on_channels_of_their_own_are_told_apart(
+    server_address: str, stereo_file: Path, speech_text: str
+) -> None:
+    answer, *events = drive(
+        "openai", "speakers", "--url", f"http://{server_address}/v1", "--key", KEY, "--file", str(stereo_file)
+    )
+    assert answer["class"] == "TranscriptionDiarized"
+    names = [segment["speaker"] for segment in answer["segments"]]
+    assert names == sorted(names) and set(names) == {"Ann", "Bob"}
+    for name in ("Ann", "Bob"):
+        said = " ".join(segment["text"] for segment in answer["segments"] if segment["speaker"] == name)
+        assert error_rate(speech_text, said) <= MAX_ERROR_RATE
+    assert {event["class"] for event in events} == {"TranscriptionTextSegmentEvent", "TranscriptionTextDoneEvent"}
+    assert {event["speaker"] for event in events if "speaker" in event} == {"A", "B"}
+
+
 @pytest.mark.proves(client="openai", door="OpenAI Realtime", feature="a wrong key is HTTP 401")
 def test_a_wrong_key_is_a_status_that_the_client_sees(server_address: str) -> None:
     [seen] = drive("openai", "refused", "--url", f"http://{server_address}/v1", "--key", "wrong")

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from gateway.doors import openai_rest
@@ -47,6 +48,43 @@ def test_json_has_the_text_and_the_usage(world) -> None:
 
 def test_text_is_the_text(world) -> None:
     assert body(world, ("response_format", "text")) == "w0 w1 w2 w3 w4\n"
+
+
+def both(world, *fields):
+    """A caller and a callee on a channel each; the frames of the answer."""
+    caller, callee = world.make_scene([0.5, 2, 3.0, 1, 1.0]), world.make_scene([2.5, 1, 3.0])
+    n = max(len(caller.samples), len(callee.samples))
+    samples = np.stack([np.pad(scene.samples, (0, n - len(scene.samples))) for scene in (caller, callee)], axis=1)
+    engine = world.Engine((*caller.words[:2], replace(callee.words[0], text=" callee"), caller.words[2]))
+    query = (("model", "reader"), ("response_format", "diarized_json"), *fields)
+    knock = replace(world.knock(), path="/v1/audio/transcriptions", query=query, n_channels=2)
+    admission = openai_rest.open_door(knock, world.house(engine))
+    assert admission.takes_channels
+    data = samples.astype("<f4").tobytes()
+    blocks = [data[at : at + 64_000] for at in range(0, len(data), 64_000)]
+    told = world.behind(admission.door, engine).run([(0.0, block) for block in [*blocks, b""]])
+    return [item.frame for item in told[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [([], ["A", "B", "A"]), (["Ann"], ["Ann", "B", "Ann"]), (["Ann", "Bob"], ["Ann", "Bob", "Ann"])],
+)
+def test_diarized_json_tells_speakers_apart_by_channel(world, names, expected) -> None:
+    [frame] = both(world, *(("known_speaker_names[]", name) for name in names))
+    got = json.loads(frame)
+    assert [segment["speaker"] for segment in got["segments"]] == expected
+    assert [segment["text"].strip() for segment in got["segments"]] == ["w0 w1", "callee", "w2"]
+    assert got["text"] == "w0 w1 callee w2" and got["task"] == "transcribe" and got["duration"] == 5.9
+    assert all(segment["type"] == "transcript.text.segment" for segment in got["segments"])
+    assert len({segment["id"] for segment in got["segments"]}) == 3
+
+
+def test_diarized_json_streams_its_segments(world) -> None:
+    events = [json.loads(frame.removeprefix("data: ")) for frame in both(world, ("stream", "true"))]
+    assert [event["type"] for event in events] == ["transcript.text.segment"] * 3 + ["transcript.text.done"]
+    assert sorted(event["text"].strip() for event in events[:3]) == ["callee", "w0 w1", "w2"]
+    assert events[-1]["text"] == "w0 w1 callee w2"
 
 
 def test_subtitles_have_a_cue_for_each_segment(world) -> None:
@@ -207,6 +245,7 @@ def test_translations_ask_for_english(world) -> None:
             400,
         ),
         ([("known_speaker_names[]", "Ann")], "known_speaker_names", 400),
+        ([("known_speaker_references[]", "data:")], "known_speaker_references", 400),
         ([("chunking_strategy", "sometimes")], "chunking_strategy", 400),
         ([("chunking_strategy", '{"type":"semantic_vad"}')], "chunking_strategy.type", 400),
     ],
