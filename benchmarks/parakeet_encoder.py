@@ -23,7 +23,7 @@ from benchmarks.report import heading
 from benchmarks.turbo import median_and_p95
 from megakernel.device import find_device
 from models.parakeet.config import FRAME_SAMPLES, HOP_SAMPLES, ParakeetConfig
-from models.parakeet.device import DeviceKernels, KernelOperations, build
+from models.parakeet.device import DeviceKernels, Gpu, KernelOperations, build
 from models.parakeet.features import log_mel
 from models.parakeet.fused import SAMPLES_BEHIND, Layer, Lengths, Linear, Operations, TorchOperations
 from models.parakeet.reference import Parakeet
@@ -201,7 +201,7 @@ class Contestants:
         self.model = random_model()
         like = torch.zeros(1, dtype=torch.bfloat16, device="cuda")
         self.kernels = DeviceKernels(
-            V3, device, build(V3, arch=device.arch, n_sms=device.n_sms, cache=cache_folder() / "cubins")
+            V3, device, build(V3, Gpu.of(device), arch=device.arch, cache=cache_folder() / "cubins")
         )
         self.stage = Stage(self.model, self._own(), like, max_frames=MAX_FRAMES)
         self.compiled = compiled

@@ -48,6 +48,7 @@ _PRODUCT_THREADS = 256
 _PRODUCT_ROWS = 32
 _K_OF_CHUNK = 256  # of a block's
 _TILE_COLUMNS = 8
+_COLUMNS, _CHUNKS = (4, 3, 2, 1), (4, 2, 1)  # that a kernel can be made for
 _SUM_STRIDE_FLOATS = 8
 _ATTEND_ROWS, _ATTEND_THREADS = 16, 128
 _CONVOLVE_FRAMES, _CONVOLVE_THREADS = 4, 128
@@ -95,26 +96,41 @@ class Product:
         return k // (self.chunks * _K_OF_CHUNK)
 
 
-def product_for(n: int, k: int, to: To, *, n_sms: int) -> Product | None:
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What of a GPU decides how products are spread."""
+
+    n_sms: int
+    shared_bytes: int  # that a block may have
+
+    @staticmethod
+    def of(device: Device) -> "Gpu":
+        """Of a device as its driver describes it."""
+        return Gpu(device.n_sms, device.shared_bytes)
+
+
+def product_for(n: int, k: int, to: To, gpu: Gpu) -> Product | None:
     """How to spread x · w[n, k]ᵀ over the GPU, as nearly one block for each SM as can be; ``None`` if it can't be."""
-    if k % _K_OF_CHUNK:
-        return None
     pieces = k // _K_OF_CHUNK
-    wide = [c for c in (4, 3, 2, 1) if n % (c * _TILE_COLUMNS) == 0]
-    if not wide:
+    if k % _K_OF_CHUNK or (to is not To.SUM and pieces not in _CHUNKS):
         return None
-    if to is To.SUM:
-        n_blocks = n // (wide[0] * _TILE_COLUMNS) * pieces
-        fitting = [c for c in (4, 2, 1) if pieces % c == 0]
-        enough = [c for c in fitting if n_blocks // c >= n_sms * 3 // 4]
-        return Product(wide[0], (enough or fitting[-1:])[0], to)
-    if pieces not in (1, 2, 4):
-        return None
-    in_one_go = [c for c in reversed(wide) if n // (c * _TILE_COLUMNS) <= n_sms]
-    return Product((in_one_go or wide)[0], pieces, to)
+    possible = [
+        (n // (columns * _TILE_COLUMNS) * (pieces // chunks), Product(columns, chunks, to))
+        for columns in _COLUMNS
+        for chunks in (_CHUNKS if to is To.SUM else (pieces,))
+        if n % (columns * _TILE_COLUMNS) == 0 and pieces % chunks == 0
+    ]
+    fitting = [(n_blocks, product) for n_blocks, product in possible if product.shared_bytes <= gpu.shared_bytes]
+    if to is To.SUM:  # fewer parts are fewer to read again; wider blocks read x less often
+        enough = [product for n_blocks, product in fitting if n_blocks >= gpu.n_sms * 3 // 4]
+        best = max(enough, key=lambda product: (product.columns, product.chunks), default=None)
+        return best or max((product for _, product in fitting), key=lambda product: -product.chunks, default=None)
+    at_once = [product for n_blocks, product in fitting if n_blocks <= gpu.n_sms]
+    most = max((product for _, product in fitting), key=lambda product: product.columns, default=None)
+    return min(at_once, key=lambda product: product.columns, default=most)
 
 
-def products(config: ParakeetConfig, *, n_sms: int) -> dict[tuple[int, int, To], Product | None]:
+def products(config: ParakeetConfig, gpu: Gpu) -> dict[tuple[int, int, To], Product | None]:
     """(n, k, what it leaves) → how it is spread, of every product that the encoder's blocks have."""
     width, ffn = config.d_model, config.d_ffn
     flat = config.subsampling_channels * (config.n_mels // 8)
@@ -126,7 +142,7 @@ def products(config: ParakeetConfig, *, n_sms: int) -> dict[tuple[int, int, To],
         (width, width, To.SUM),
         (width, flat, To.SUM),
     ]
-    return {shape: product_for(*shape, n_sms=n_sms) for shape in asked}
+    return {shape: product_for(*shape, gpu) for shape in asked}
 
 
 def why_not(config: ParakeetConfig) -> str | None:
@@ -144,7 +160,7 @@ def why_not(config: ParakeetConfig) -> str | None:
     return f"the encoder's kernels are not made for {', '.join(broken)}" if broken else None
 
 
-def sources(config: ParakeetConfig, *, n_sms: int) -> dict[str, str]:
+def sources(config: ParakeetConfig, gpu: Gpu) -> dict[str, str]:
     """File name → text of everything that is compiled."""
     folder = resources.files(__package__) / "kernels"
     texts = {file.name: file.read_text() for file in sorted(folder.iterdir(), key=lambda file: file.name)}
@@ -159,25 +175,25 @@ def sources(config: ParakeetConfig, *, n_sms: int) -> dict[str, str]:
         "WINDOW_SAMPLES": WINDOW_SAMPLES,
         "HOP_SAMPLES": HOP_SAMPLES,
     }
-    used = sorted({(p.columns, p.chunks, p.to.value) for p in products(config, n_sms=n_sms).values() if p})
+    used = sorted({(p.columns, p.chunks, p.to.value) for p in products(config, gpu).values() if p})
     lines = ["#pragma once", *(f"#define {name} {value}" for name, value in sizes.items())]
     lines.append(f"#define PRODUCTS(X) {' '.join(f'X({columns},{chunks},{to})' for columns, chunks, to in used)}")
     return {**texts, SIZES_HEADER: "\n".join([*lines, ""])}
 
 
-def build(config: ParakeetConfig, *, arch: str, n_sms: int, cache: Path | None) -> Cubin:
+def build(config: ParakeetConfig, gpu: Gpu, *, arch: str, cache: Path | None) -> Cubin:
     """Machine code of the kernels for one GPU, from ``cache`` if it is there.
 
     Raises:
         CompilerMissingError, KernelCompileError: as ``megakernel.cubin`` does.
     """
-    return compile_sources(sources(config, n_sms=n_sms), arch=arch, cache=cache, entry=ENTRY)
+    return compile_sources(sources(config, gpu), arch=arch, cache=cache, entry=ENTRY)
 
 
 class Kernels(Protocol):
     """Kernels that can be launched by name."""
 
-    n_sms: int
+    gpu: Gpu
 
     def launch(
         self, name: str, arguments: Sequence[Argument], blocks: tuple[int, int, int], n_threads: int, shared_bytes: int
@@ -194,10 +210,10 @@ class DeviceKernels:
         Raises:
             DriverError: if the driver refuses them.
         """
-        self.n_sms = device.n_sms
+        self.gpu = Gpu.of(device)
         self._is_dependent = device.capability >= (9, 0)
         self._module = call("cuModuleLoadData", np.frombuffer(cubin.code, np.uint8).ctypes.data)
-        spread = [product for product in products(config, n_sms=device.n_sms).values() if product is not None]
+        spread = [product for product in products(config, self.gpu).values() if product is not None]
         names = {*KERNELS, *(product.kernel for product in spread)}
         self._functions: dict[str, Any] = {
             name: call("cuModuleGetFunction", self._module, name.encode()) for name in names
@@ -244,7 +260,7 @@ class KernelOperations:
         """``max_own_rows``: products of more rows are the library's."""
         self._config = config
         self._kernels = kernels
-        self._products: Mapping[tuple[int, int, To], Product | None] = products(config, n_sms=kernels.n_sms)
+        self._products: Mapping[tuple[int, int, To], Product | None] = products(config, kernels.gpu)
         self._max_own_rows = max_own_rows
         self._basis = _fourier_basis().to(device)
         first, filters = packed_filters(config.n_mels)

@@ -19,7 +19,7 @@ from megakernel.errors import DeviceError
 from ..backends import device_errors
 from ..timeline import Timeline
 from .config import ParakeetConfig
-from .device import DeviceKernels, KernelOperations, build, why_not
+from .device import DeviceKernels, Gpu, KernelOperations, build, why_not
 from .fused import Operations, TorchOperations
 from .graph_decoder import BATCHES, GraphDecoder
 from .greedy import Emission, TransducerDecoder, TransducerState
@@ -137,7 +137,7 @@ def operations_on_device(config: ParakeetConfig, *, cache: Path) -> Operations:
     if reason is None:
         try:
             device = find_device()
-            cubin = build(config, arch=device.arch, n_sms=device.n_sms, cache=cache)
+            cubin = build(config, Gpu.of(device), arch=device.arch, cache=cache)
             return KernelOperations(config, DeviceKernels(config, device, cubin), torch.device("cuda"))
         except DeviceError as error:
             reason = str(error)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megakernel.device import find_device
 from models.parakeet.config import ParakeetConfig
-from models.parakeet.device import DeviceKernels, KernelOperations, build
+from models.parakeet.device import DeviceKernels, Gpu, KernelOperations, build
 from models.parakeet.features import MIN_SAMPLES, log_mel
 from models.parakeet.fused import Operations, TorchOperations
 from models.parakeet.reference import Parakeet
@@ -43,7 +43,7 @@ def listener(model: Parakeet, request: pytest.FixtureRequest, tmp_path_factory: 
     operations: Operations = TorchOperations(CONFIG, torch.bfloat16)
     if request.param == "kernels":
         device, cache = find_device(), Path(tmp_path_factory.mktemp("cubins"))
-        cubin = build(CONFIG, arch=device.arch, n_sms=device.n_sms, cache=cache)
+        cubin = build(CONFIG, Gpu.of(device), arch=device.arch, cache=cache)
         operations = KernelOperations(CONFIG, DeviceKernels(CONFIG, device, cubin), torch.device("cuda"))
     stage = Stage(model, operations, torch.zeros(1, dtype=torch.bfloat16, device="cuda"), max_frames=192)
     torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from models.parakeet.config import ParakeetConfig
-from models.parakeet.device import Argument, sources, words
+from models.parakeet.device import Argument, Gpu, sources, words
 
 COMPILER = shutil.which("g++")
 HERE = Path(__file__).parent
@@ -21,11 +21,11 @@ HERE = Path(__file__).parent
 class EmulatedKernels:
     """See ``models.parakeet.device.Kernels``."""
 
-    def __init__(self, config: ParakeetConfig, folder: Path, *, n_sms: int = 8) -> None:
+    def __init__(self, config: ParakeetConfig, folder: Path, gpu: Gpu) -> None:
         """Compile in ``folder``."""
         assert COMPILER is not None
-        self.n_sms = n_sms
-        texts = sources(config, n_sms=n_sms) | {
+        self.gpu = gpu
+        texts = sources(config, gpu) | {
             "warp.cuh": (HERE / "emulated_warp.h").read_text(),
             "all.cpp": '#include "encoder.cu"\n' + (HERE / "emulated_run.h").read_text(),
         }

@@ -18,6 +18,7 @@ from models.mel import mel_filters
 from models.parakeet.config import FRAME_SAMPLES, ParakeetConfig
 from models.parakeet.device import (
     KERNELS,
+    Gpu,
     KernelOperations,
     Product,
     To,
@@ -38,6 +39,16 @@ from tests.models.parakeet.emulator import COMPILER, EmulatedKernels
 SMALL = ParakeetConfig(32, 2, 64, 4, 96, 9, 32, 48, 1, 33, 32)
 FOR_KERNELS = ParakeetConfig(32, 1, 256, 4, 512, 9, 64, 64, 1, 33, 32)
 V3 = ParakeetConfig(128, 24, 1024, 8, 4096, 9, 256, 640, 2, 8193, 8192)
+# SMs, and what a block may have of shared memory (CUDA programming guide, table of compute capabilities)
+H200 = Gpu(132, 227 << 10)
+GPUS = {
+    "sm_80": Gpu(108, 163 << 10),
+    "sm_86": Gpu(82, 99 << 10),
+    "sm_89": Gpu(128, 99 << 10),
+    "sm_90a": H200,
+    "sm_100a": Gpu(148, 227 << 10),
+    "sm_120": Gpu(170, 99 << 10),
+}
 MAX_FRAMES = 64
 LENGTHS = [16_000, 31_999, 5_000, MIN_SAMPLES, 70_000, 1281]
 # Distance from the float32 reference over its size, through one block in bfloat16 (8 bits).
@@ -183,7 +194,7 @@ def emulated(tmp_path: Path) -> Callable[[ParakeetConfig, int], Operations]:
         pytest.skip("g++ is not installed, so kernels can't be run on this processor")
 
     def make(config: ParakeetConfig, max_own_rows: int) -> Operations:
-        kernels = EmulatedKernels(config, tmp_path)
+        kernels = EmulatedKernels(config, tmp_path, Gpu(8, H200.shared_bytes))
         return KernelOperations(config, kernels, torch.device("cpu"), max_own_rows=max_own_rows)
 
     return make
@@ -202,11 +213,13 @@ def test_features_by_kernels_are_those_of_the_reference(emulated: Callable[..., 
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", list(GPUS))
 def test_kernels_compile_for_every_architecture_and_keep_to_their_registers(arch: str) -> None:
-    cubin = build(V3, arch=arch, n_sms=132, cache=None)
+    cubin = build(V3, GPUS[arch], arch=arch, cache=None)
     assert {name for name, usage in cubin.usage.items() if usage.spill_bytes} == set()
-    ours = [product.kernel for product in products(V3, n_sms=132).values() if product]
+    spread = products(V3, GPUS[arch])
+    assert None not in spread.values()
+    ours = [product.kernel for product in spread.values() if product]
     assert {*KERNELS, *ours} == set(cubin.usage)
     assert max(cubin.usage[name].registers for name in ours) <= 128  # two blocks of 256 threads on an SM
 
@@ -222,20 +235,26 @@ def test_sizes_that_no_kernel_is_made_for_are_named() -> None:
 
 
 def test_products_of_the_published_size_have_a_block_for_nearly_every_sm() -> None:
-    for (n, k, _), product in products(V3, n_sms=132).items():
+    for (n, k, _), product in products(V3, H200).items():
         assert product is not None
         assert n // (product.columns * 8) * product.n_parts(k) == 128
         assert 2 * (product.shared_bytes + 1024) <= 227 * 1024  # the next one's weights come while this one computes
 
 
-@given(st.integers(1, 600), st.integers(1, 80), st.sampled_from(To), st.integers(1, 200))
-def test_a_product_is_spread_without_rest_or_not_at_all(n: int, pieces: int, to: To, n_sms: int) -> None:
-    product = product_for(n * 8, pieces * 256, to, n_sms=n_sms)
+@given(
+    st.integers(1, 600), st.integers(1, 80), st.sampled_from(To), st.integers(1, 200), st.sampled_from([99, 163, 227])
+)
+def test_a_product_is_spread_without_rest_or_not_at_all(
+    n: int, pieces: int, to: To, n_sms: int, shared_kib: int
+) -> None:
+    shared_bytes = shared_kib << 10
+    product = product_for(n * 8, pieces * 256, to, Gpu(n_sms, shared_bytes))
     if product is None:
         assert to is not To.SUM
         assert pieces not in (1, 2, 4)
         return
     assert n % product.columns == 0
+    assert product.shared_bytes <= shared_bytes
     assert product.n_parts(pieces * 256) * product.chunks == pieces
     assert to is To.SUM or product.n_parts(pieces * 256) == 1
 
