@@ -214,27 +214,42 @@ __device__ __forceinline__ void decide(const Machine m, u32 control) {
     keep_slot(m, slot);
 }
 
-// Records of the step before, by one warp of the last SM. Nobody writes over what it reads before the step after this.
+// Records of the step before, slot i's by warp i of the last SM, which has nothing else to do then. Nobody writes over
+// what it reads before the step after this.
 template <int P>
 __device__ __noinline__ void tell(const Machine m) {
+    static_assert(MAX_SLOTS <= N_WARPS, "a slot is a warp's");
     const u32 epoch = m.epoch + At<P>::EPOCH - EPOCHS_PER_STEP, parity = (m.misc().state.n_steps - 1) & 1;
-#pragma unroll 1
-    for (u32 index = 0; index < MAX_SLOTS; index++) {
-        const Told told = m.misc().told[index];
-        if (told.emits) {
-            LogSum sum;
-            for (u32 sm = m.lane(); sm < N_SMS; sm += 32)
-                sum.add(__uint_as_float(take(m, sum_word<P>(m, parity, told.row, sm), epoch)));
-            const float all = over_warp(sum);
-            if (m.lane() == 0 && !m.misc().dead)
-                emit(m, RECORD_KIND_EMISSION, index, told.ticket, told.token, __float_as_uint(told.logit - all), told.extra);
+    const Told told = m.misc().told[m.warp()];
+    if (told.emits) {
+        const u64* from = sum_word<P>(m, parity, told.row, m.lane());
+        u64 words[SM_LANES];
+        Wait wait;
+        bool is_missing = true;
+        while (is_missing) {
+            is_missing = false;
+#pragma unroll
+            for (u32 i = 0; i < SM_LANES; i++)
+                if (m.lane() + 32 * i < N_SMS) words[i] = peek(from + 32 * i);
+#pragma unroll
+            for (u32 i = 0; i < SM_LANES; i++)
+                if (m.lane() + 32 * i < N_SMS) is_missing |= (u32)(words[i] >> 32) != epoch;
+            if (is_missing && wait.is_over(m)) break;
         }
-        if (told.done && m.lane() == 0 && !m.misc().dead)
-            emit(m, RECORD_KIND_DONE, index, told.done_ticket, told.done, 0, told.n_past);
+        LogSum sum;
+#pragma unroll
+        for (u32 i = 0; i < SM_LANES; i++)
+            if (m.lane() + 32 * i < N_SMS) sum.add(__uint_as_float((u32)words[i]));
         __syncwarp();
-        if (m.lane() == 0) m.misc().told[index].emits = m.misc().told[index].done = 0;
+        const float all = over_warp(sum);
+        if (m.lane() == 0 && !m.misc().dead)
+            emit(m, RECORD_KIND_EMISSION, m.warp(), told.ticket, told.token, __float_as_uint(told.logit - all), told.extra);
     }
-    if (m.lane() == 0 && m.misc().state.n_steps % DOOR_STEPS == 0 && m.misc().state.n_active != 0) look_at_door(m);
+    if (m.lane() == 0) {
+        if (told.done && !m.misc().dead) emit(m, RECORD_KIND_DONE, m.warp(), told.done_ticket, told.done, 0, told.n_past);
+        m.misc().told[m.warp()].emits = m.misc().told[m.warp()].done = 0;
+        if (m.warp() == 0 && m.misc().state.n_steps % DOOR_STEPS == 0 && m.misc().state.n_active != 0) look_at_door(m);
+    }
     __syncwarp();
 }
 

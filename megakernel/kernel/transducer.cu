@@ -68,7 +68,7 @@ __device__ __forceinline__ void run_phases(Machine& m, const Own (&own)[N_PHASES
             static_assert(P == 0, "the layer behind the lookup is the first");
             if (has_task) lstm_of_table<P>(m, own[P], stepping);
             if (m.warp() == N_WARPS - 1) make_rows(m);
-            if (m.sm() == CONTROL_SM && m.warp() == N_WARPS - 2) tell<N_PHASES - 2>(m);
+            if (m.sm() == CONTROL_SM) tell<N_PHASES - 2>(m);
         } else if constexpr (At<P>::OP_ == OP_LSTM) {
             if (has_task) lstm<P>(m, own[P], stepping, progress);
         } else if constexpr (At<P>::OP_ == OP_RECUR) {
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) transducer_loop(const
     if (m.sm() != CONTROL_SM) return;
     const u32 leave = m.misc().dead ? LEAVE_REASON_FAULT : state.leave;
     m.epoch += EPOCHS_PER_STEP;
-    if (m.warp() == N_WARPS - 2 && !m.misc().dead) tell<N_PHASES - 2>(m);
+    if (!m.misc().dead) tell<N_PHASES - 2>(m);
     __syncthreads();
     if (!m.misc().dead) save_state(m);
     __syncthreads();
