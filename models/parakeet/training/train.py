@@ -1,0 +1,305 @@
+"""Trains a small Parakeet: recordings and transcripts → weights, configuration and vocabulary in one folder.
+
+It knows the schedule, which is by the clock, and the order of the work. What is computed is known in `learner.py`, what
+is heard in `streams.py`.
+
+    python -m models.parakeet.training.train --data FOLDER [--more FOLDER ...] --out FOLDER --minutes 6
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from models.parakeet.config import SUBSAMPLING, ParakeetConfig
+from models.parakeet.reference import Parakeet
+from models.parakeet.training.buffers import Contexts, draw_contexts
+from models.parakeet.training.data import SAMPLE_RATE_HZ, SPLIT_SEED, held_out_speakers, read_list, read_words, spoken
+from models.parakeet.training.learner import Average, Learner, Regularisation
+from models.parakeet.training.streams import (
+    NO_WORDS,
+    Augmentation,
+    Batch,
+    Recording,
+    assemble,
+    load,
+    plan_batches,
+    with_path,
+)
+from models.parakeet.training.tokenizer import learn_tokenizer, with_dropout
+
+SIZES = ParakeetConfig(
+    n_mels=80,
+    n_layers=6,
+    d_model=192,
+    n_heads=4,
+    d_ffn=768,
+    conv_kernel=9,
+    subsampling_channels=64,
+    d_predictor=128,
+    n_predictor_layers=2,
+    vocabulary_size=257,
+    blank_id=256,
+)
+
+LARGEST_NORM = 1.0  # of the gradient
+LARGE_COST = 3.5  # of encoding in buffers: from here on a batch is halved
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to train; times in seconds."""
+
+    minutes: float
+    seed: int = 4
+    audio_s: float = 420.0  # of a batch
+    lengths_s: tuple[float, ...] = (2.0, 4.0, 8.0, 12.0, 17.0, 17.0, 25.0, 36.0)
+    peak_rate: float = 1.8e-3
+    warm_up: float = 0.08  # of the time
+    weight_decay: float = 0.02
+    ctc_weight: float = 0.3
+    path_first: float = 0.35  # of the time: along paths, where words' times are known, and without masks at first
+    plain_first: float = 0.1  # of the time: features are not masked
+    buffered_share: float = 0.4  # of the batches, how many are encoded in buffers as a session's audio is
+    average_decay: float = 0.999
+    report_every_s: float = 25.0
+    n_norm_batches: int = 60  # over which the batch norms of the averaged network are measured
+    max_steps: int | None = None
+
+
+def rate(plan: Plan, progress: float) -> float:
+    """The learning rate when ``progress`` of the time, 0 … 1, is over: up in a line, then down a cosine."""
+    if progress < plan.warm_up:
+        return plan.peak_rate * max(progress / plan.warm_up, 0.01)
+    return plan.peak_rate * (
+        0.005 + 0.995 * 0.5 * (1 + math.cos(math.pi * (progress - plan.warm_up) / (1 - plan.warm_up)))
+    )
+
+
+def batches(
+    recordings: Sequence[Recording],
+    tokenizer: Tokenizer,
+    augmentation: Augmentation,
+    plan: Plan,
+    *,
+    config: ParakeetConfig,
+    along_paths: bool,
+) -> Iterator[tuple[Batch, Contexts | None]]:
+    """Without end: a batch, and the contexts of its buffers (None: whole streams).
+
+    Along paths there are only the recordings whose words' times are known.
+    """
+    rng = random.Random(plan.seed + along_paths)
+    varied = with_dropout(tokenizer, augmentation.merge_dropout)
+    if along_paths:
+        recordings = [recording for recording in recordings if recording.words is not None]
+    plans = plan_batches(
+        recordings,
+        audio_s=plan.audio_s,
+        lengths_s=plan.lengths_s,
+        pause_s=augmentation.max_pause_s,
+        rng=rng,
+        is_endless=True,
+    )
+    for streams in plans:
+        contexts = draw_contexts(rng) if rng.random() < plan.buffered_share else None
+        n_parts = 1 if contexts is None or contexts.cost < LARGE_COST else 2
+        for part in range(n_parts):
+            if some := streams[part::n_parts]:
+                batch = assemble(some, recordings, varied, augmentation, rng)
+                if along_paths:
+                    longest = max(config.durations)
+                    batch = with_path(batch, some, recordings, varied, blank=config.blank_id, longest=longest)
+                yield batch, contexts
+
+
+def held_out_batches(recordings: list[Recording], tokenizer: Tokenizer, seed: int) -> list[Batch]:
+    """The held-out speakers in streams, always the same."""
+    rng = random.Random(seed)
+    plans = plan_batches(recordings, audio_s=300.0, lengths_s=(17.0,), pause_s=0.5, rng=rng)
+    return [assemble(streams, recordings, tokenizer, Augmentation.none(), rng) for streams in plans]
+
+
+@dataclass(slots=True)
+class Course:
+    """A training under way."""
+
+    learner: Learner
+    average: Average
+    optimizer: torch.optim.Optimizer
+    plan: Plan
+    began_s: float
+    step: int = 0
+    audio_s: float = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the first step."""
+        return time.monotonic() - self.began_s
+
+    @property
+    def progress(self) -> float:
+        """The share of the time that is over."""
+        return self.elapsed_s / (60 * self.plan.minutes)
+
+    def take(self, batch: Batch, contexts: Contexts | None) -> Tensor:
+        """One step; returns both losses and the gradient's norm, [3]. A gradient that is no number is left out."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate(self.plan, self.progress)
+        device = batch.samples.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            losses = self.learner(batch, contexts)
+        (losses.transducer + self.plan.ctc_weight * losses.ctc).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.learner.parameters(), LARGEST_NORM)
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.average.update(self.learner)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.audio_s += sum(batch.n_samples) / SAMPLE_RATE_HZ
+        return torch.stack((losses.transducer.detach(), losses.ctc.detach(), norm))
+
+    @torch.no_grad()
+    def held_out_losses(self, batches: list[Batch]) -> list[float]:
+        """Transducer and CTC loss of the averaged network, means over the batches."""
+        losses = [self.average.learner(batch, None) for batch in batches]
+        transducer = statistics.mean(loss.transducer.item() for loss in losses)
+        return [transducer, statistics.mean(loss.ctc.item() for loss in losses)]
+
+
+def train(
+    plan: Plan,
+    learner: Learner,
+    recordings: list[Recording],
+    held_out: list[Recording],
+    tokenizer: Tokenizer,
+    augmentation: Augmentation,
+    out: Path,
+) -> Parakeet:
+    """Trains until the time is over, reports and saves as it goes, and returns the averaged network."""
+    fused = next(learner.parameters()).is_cuda
+    optimizer = torch.optim.AdamW(
+        learner.parameters(), lr=plan.peak_rate, betas=(0.9, 0.98), weight_decay=plan.weight_decay, fused=fused
+    )
+    config = learner.parakeet.config
+    freely = batches(recordings, tokenizer, augmentation, plan, config=config, along_paths=False)
+    along_paths = batches(recordings, tokenizer, augmentation, plan, config=config, along_paths=True)
+    has_paths = any(recording.words is not None for recording in recordings)
+    test = held_out_batches(held_out, tokenizer, plan.seed)
+    course = Course(learner.train(), Average(learner, plan.average_decay), optimizer, plan, time.monotonic())
+    sums, n_summed, reported_s = torch.zeros(3), 0, 0.0
+    while course.progress < 1 and course.step != plan.max_steps:
+        learner.is_masked = course.progress >= plan.plain_first
+        batch, contexts = next(along_paths if has_paths and course.progress < plan.path_first else freely)
+        sums = sums.to(batch.samples.device) + course.take(batch, contexts)
+        n_summed += 1
+        if course.elapsed_s - reported_s >= plan.report_every_s or course.step == plan.max_steps:
+            course.average.copy_norms(learner)
+            means = [*(sums / n_summed).tolist(), *(course.held_out_losses(test) if test else [])]
+            report(course, means)
+            save(course.average.learner.parakeet, tokenizer, out)
+            sums, n_summed, reported_s = torch.zeros(3), 0, course.elapsed_s
+    course.average.measure_norms(list(islice(freely, plan.n_norm_batches)))
+    report(course, course.held_out_losses(test) if test else [])
+    save(course.average.learner.parakeet, tokenizer, out)
+    return course.average.learner.parakeet
+
+
+def report(course: Course, means: list[float]) -> None:
+    """One line: seconds, steps, hours heard, losses and gradient's norm, held-out losses."""
+    fields = [f"{course.elapsed_s:7.1f} s", f"step {course.step}", f"{course.audio_s / 3600:.1f} h"]
+    print(*fields, *(f"{mean:.3f}" for mean in means), flush=True)
+
+
+def save(model: Parakeet, tokenizer: Tokenizer, out: Path) -> None:
+    """Weights in half precision, sizes and vocabulary, as `transformers` lays out a Parakeet."""
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.detach().half().cpu().contiguous()
+        for name, tensor in model.state_dict().items()
+        if not name.endswith((".num_batches_tracked", ".learns"))
+    }
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(str(out / "tokenizer.json"))
+    (out / "config.json").write_text(json.dumps(settings(model.config), indent=1) + "\n", encoding="utf-8")
+
+
+def settings(config: ParakeetConfig) -> dict[str, object]:
+    """A `config.json` with these sizes."""
+    return {
+        "architectures": ["ParakeetForTDT"],
+        "model_type": "parakeet_tdt",
+        "vocab_size": config.vocabulary_size,
+        "blank_token_id": config.blank_id,
+        "pad_token_id": config.blank_id,
+        "decoder_hidden_size": config.d_predictor,
+        "num_decoder_layers": config.n_predictor_layers,
+        "hidden_act": "relu",
+        "durations": list(config.durations),
+        "max_symbols_per_step": config.max_symbols,
+        "encoder_config": {
+            "model_type": "parakeet_encoder",
+            "hidden_size": config.d_model,
+            "intermediate_size": config.d_ffn,
+            "num_hidden_layers": config.n_layers,
+            "num_attention_heads": config.n_heads,
+            "num_key_value_heads": config.n_heads,
+            "hidden_act": "silu",
+            "attention_bias": config.has_attention_bias,
+            "convolution_bias": config.has_convolution_bias,
+            "conv_kernel_size": config.conv_kernel,
+            "subsampling_factor": SUBSAMPLING,
+            "subsampling_conv_channels": config.subsampling_channels,
+            "subsampling_conv_kernel_size": 3,
+            "subsampling_conv_stride": 2,
+            "num_mel_bins": config.n_mels,
+            "max_position_embeddings": 5000,
+            "scale_input": config.scales_input,
+        },
+    }
+
+
+def main() -> None:
+    """Reads the lists, splits them by speaker, learns pieces and network, and saves them."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders with a train.jsonl each")
+    parser.add_argument("--words", type=Path, help="when each word is said: begins along those paths")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=6.0)
+    parser.add_argument("--seed", type=int, default=4)
+    parser.add_argument("--steps", type=int, help="stop after so many, to try things")
+    parser.add_argument("--audio-s", type=float, default=420.0, help="audio of a batch, seconds")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+
+    plan = Plan(minutes=args.minutes, seed=args.seed, max_steps=args.steps, audio_s=args.audio_s)
+    torch.manual_seed(plan.seed)
+    utterances = [utterance for folder in args.data for utterance in read_list(folder / "train.jsonl")]
+    apart = held_out_speakers(utterances, seed=SPLIT_SEED)
+    known = [utterance for utterance in utterances if utterance.speaker not in apart]
+    unknown = [utterance for utterance in utterances if utterance.speaker in apart]
+    tokenizer = learn_tokenizer((spoken(u.text) for u in known), n_pieces=SIZES.vocabulary_size - 1)
+    augmentation, device = Augmentation(), torch.device(args.device)
+    words = read_words(args.words) if args.words else NO_WORDS
+    recordings = load(known, augmentation.tempos, device, words)
+    held_out = load(unknown, (1.0,), device)
+    learner = Learner(SIZES, Regularisation()).to(device)
+    n_parameters = sum(parameter.numel() for parameter in learner.parakeet.parameters())
+    hours = sum(u.duration_s for u in known) / 3600
+    print(f"{n_parameters} parameters, {len(known)} utterances, {hours:.2f} h; held out: {sorted(apart)}", flush=True)
+    train(plan, learner, recordings, held_out, tokenizer, augmentation, args.out)
+
+
+if __name__ == "__main__":
+    main()
