@@ -42,6 +42,7 @@ bench: $(VENV)/.bench
 	$(call measure,ingest,ingest)
 	$(call measure,doors,doors)
 	$(call measure,door_texts,door_texts)
+	$(call measure,turns,turns)
 	$(call measure,vad_gate,vad_gate)
 	$(BIN)/python -m benchmarks.whisper_offline --model whisper-tiny.en --write
 	$(BIN)/python -m benchmarks.whisper_offline --model whisper-base --write

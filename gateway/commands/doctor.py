@@ -19,6 +19,8 @@ from gateway.commands.models import here
 from gateway.commands.serve import listening_problem
 from gateway.config import Config, ConfigError, load
 from models.catalog import list_models
+from models.errors import ModelError
+from models.store import TURN_MODEL, turn_model
 
 HELP = "say what this machine can run, and why not the rest"
 
@@ -69,7 +71,7 @@ def packages() -> Iterator[Finding]:
     for requirement in needed:
         name = match(r"[\w.-]+", requirement)
         extra = match(r".*extra == [\"'](\w+)", requirement)
-        if name is not None and (extra is None or extra[1] in ("hub", "mic", "gpu")):
+        if name is not None and (extra is None or extra[1] in ("hub", "media", "mic", "gpu")):
             yield _package(name[0], extra[1] if extra else None)
 
 
@@ -135,6 +137,13 @@ def weights() -> Iterator[Finding]:
         else:
             detail = f"not on this machine; senseway pull {name} fetches {entry.size_mb} MB from {entry.source}"
             yield Finding(Verdict.LESS, name, detail)
+    try:
+        turn_model(fetch_missing=False)
+    except ModelError:
+        detail = f"not on this machine; senseway pull {TURN_MODEL} fetches 12 MB; without it pauses go by punctuation"
+        yield Finding(Verdict.LESS, TURN_MODEL, detail)
+    else:
+        yield Finding(Verdict.GOOD, TURN_MODEL, "on this machine: pauses are judged by how they sound")
 
 
 def configuration() -> Iterator[Finding]:

@@ -9,6 +9,8 @@ import pytest
 import soundfile
 import soxr
 
+from gateway.commands.serve import turn_detector_of
+from gateway.config import TurnModel
 from models.catalog import load_engine
 from models.errors import ModelUnavailableError
 from models.store import recording
@@ -71,5 +73,7 @@ def server_address() -> Iterator[str]:
         engine = load_engine("whisper-tiny.en", n_threads=1)
     except ModelUnavailableError as error:
         pytest.skip(f"the weights can't be had here: {error}")
-    with served(engine, TwoLevelDetector(SileroDetector()), keys=[KEY]) as address:
+    turn_detector = turn_detector_of(TurnModel.AUTO)
+    detector = TwoLevelDetector(SileroDetector())
+    with served(engine, detector, keys=[KEY], turn_detector=turn_detector) as address:
         yield address

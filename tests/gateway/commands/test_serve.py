@@ -1,0 +1,68 @@
+"""What `senseway serve` loads beside the models."""
+
+from pathlib import Path
+
+import pytest
+
+from gateway.commands import doctor
+from gateway.commands.program import run
+from gateway.commands.serve import turn_detector_of
+from gateway.config import ConfigError, TurnModel, load
+from models import store, wheels
+from models.errors import ModelUnavailableError
+
+
+@pytest.fixture
+def nothing_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache, and no network."""
+
+    def refuse(bundle: object, cache: object, download: object = None) -> Path:
+        raise ModelUnavailableError("no network")
+
+    monkeypatch.setenv("SENSEWAY_CACHE", str(tmp_path))
+    monkeypatch.setattr(store, "fetch", refuse)
+
+
+def test_without_a_model_of_turns_nothing_is_fetched(nothing_to_be_had: None) -> None:
+    assert turn_detector_of(TurnModel.NONE) is None
+
+
+def test_a_model_that_can_not_be_had_is_left_out_with_a_warning(
+    nothing_to_be_had: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert turn_detector_of(TurnModel.AUTO) is None
+    assert "punctuation and silence" in caplog.text
+
+
+def test_a_model_that_is_wanted_by_name_is_needed(nothing_to_be_had: None) -> None:
+    with pytest.raises(ModelUnavailableError, match="no network"):
+        turn_detector_of(TurnModel.SMART_TURN)
+
+
+@pytest.mark.weights
+def test_the_model_is_loaded_where_it_can_be_had() -> None:
+    detector = turn_detector_of(TurnModel.AUTO)
+    if detector is None:
+        pytest.skip("the model can't be had here")
+    assert detector.name == "smart-turn-v3.2"
+
+
+def test_the_setting_takes_three_words() -> None:
+    assert load({}, environ={"SENSEWAY_TURN_MODEL": "none"}).turn_model is TurnModel.NONE
+    with pytest.raises(ConfigError, match="auto, smart-turn, none"):
+        load({}, environ={"SENSEWAY_TURN_MODEL": "some"})
+
+
+def test_doctor_says_whether_the_model_is_here(nothing_to_be_had: None) -> None:
+    [finding] = [finding for finding in doctor.weights() if finding.what == store.TURN_MODEL]
+    assert finding.verdict is doctor.Verdict.LESS and "senseway pull smart-turn" in finding.detail
+
+
+@pytest.mark.weights
+def test_pull_fetches_the_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        store.turn_model()
+    except ModelUnavailableError as error:
+        pytest.skip(f"the model can't be had here: {error}")
+    assert run(["pull", store.TURN_MODEL]) == 0
+    assert str(wheels.cache_folder()) in capsys.readouterr().out
