@@ -139,7 +139,7 @@ def plan_batches(
     longer than all comes last.
     """
     waiting = in_a_row(recordings, rng)
-    n_few = len(waiting) // 3 if is_endless else 0  # no longer enough to choose streams of a length from
+    n_few = max(1, len(waiting) // 3) if is_endless else 0  # no longer enough to choose streams of a length from
     while waiting:
         drawn_s = rng.choice(lengths_s)
         for length_s in sorted(length_s for length_s in lengths_s if length_s >= drawn_s):
