@@ -1,4 +1,4 @@
-"""Greedy decoding of Parakeet TDT 0.6B v3's frames: the megakernel's loop and the best loops of torch under CUDA graphs.
+"""Greedy decoding of Parakeet TDT 0.6B v3's frames: the megakernel's loop and the best of torch under CUDA graphs.
 
 Run from the project's root, on a machine with an NVIDIA GPU:
 
@@ -29,6 +29,7 @@ from megakernel.mailbox import DoneRecord, EmissionRecord
 from megakernel.predict import predict
 from megakernel.request import TransducerRequest
 from megakernel.runtime import Runtime
+from megakernel.transducer_header import MAX_KERNEL_ROWS
 from models.parakeet import graph_decoder
 from models.parakeet.config import ParakeetConfig
 from models.parakeet.graph import transducer_graph
@@ -114,9 +115,11 @@ def torchs(decoder: GraphDecoder, frames: Sequence[Tensor]) -> Run:
 def replay_us(decoder: GraphDecoder, n_streams: int) -> float:
     """µs a step of graphs that follow each other without anybody looking."""
     streams, run = decoder._of(n_streams, n_rows=N_FRAMES * n_streams)
-    streams.n_frames.fill_(1 << 30)
-    streams.frame.zero_()
     stream = decoder._stream
+    with torch.inference_mode():
+        streams.n_frames.fill_(1 << 30)
+        streams.frame.zero_()
+    torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     n_graphs = 30
     with torch.cuda.stream(stream), torch.inference_mode():
@@ -161,7 +164,7 @@ def main() -> None:
     """Print the result in Markdown."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    arguments.add_argument("--rows", type=int, nargs="+", default=[16], help="of a step: 8, 16 or both")
+    arguments.add_argument("--rows", type=int, nargs="+", default=[MAX_KERNEL_ROWS], help="of a step")
     options = arguments.parse_args()
     logging.basicConfig(level=logging.INFO)
     model = random_model(0)

@@ -115,37 +115,49 @@ class MegakernelDecoder:
 
     def _round(self, streams: Sequence[_Stream]) -> None:
         """The next piece of each stream, one a slot."""
-        lengths = [min(stream.n_left, self._buffers.frames.shape[1]) for stream in streams]
-        asked: dict[int, int] = {}  # slot → frames
-        for slot, (stream, n_frames) in enumerate(zip(streams, lengths, strict=True)):
+        asked: list[_Stream] = []
+        for stream in streams:
+            n_frames = self._n_next(stream)
             if stream.begins or stream.state.time_jump < n_frames:
-                asked[slot] = n_frames
+                asked.append(stream)
             else:  # passed over as a whole
                 stream.state = replace(stream.state, time_jump=stream.state.time_jump - n_frames)
                 stream.n_done += n_frames
         if asked:
-            self._run({slot: streams[slot] for slot in asked}, asked)
+            self._run(asked)
 
-    def _run(self, streams: dict[int, _Stream], lengths: dict[int, int]) -> None:
-        states = torch.stack([torch.stack((each.state.hidden, each.state.cell), dim=1) for each in streams.values()])
-        slots = list(streams)
-        self._buffers.state_in[slots] = states.to(self._buffers.state_in)
-        for slot, stream in streams.items():
-            piece = stream.frames[stream.n_done : stream.n_done + lengths[slot]]
-            self._buffers.frames[slot, : lengths[slot]] = piece.to(self._buffers.frames)
+    def _n_next(self, stream: _Stream) -> int:
+        return min(stream.n_left, self._buffers.frames.shape[1])
+
+    def _run(self, streams: Sequence[_Stream]) -> None:
+        """Stream i in slot i."""
+        lengths = [self._n_next(stream) for stream in streams]
+        self._fill(streams, lengths)
         ready = _recorded(self._buffers.frames.device)
-        for slot, stream in streams.items():
+        for slot, (stream, n_frames) in enumerate(zip(streams, lengths, strict=True)):
             first = 0 if stream.begins else stream.state.time_jump
-            self._runtime.open(slot, TransducerRequest(lengths[slot], first, stream.begins), after=ready)
+            self._runtime.open(slot, TransducerRequest(n_frames, first, stream.begins), after=ready)
         jumps = self._collect(streams)
-        found = self._buffers.state_out[slots].clone()  # [streams, L, 2, P]
+        found = self._buffers.state_out[: len(streams)].clone()  # [streams, L, 2, P]
         projected = functional.linear(found[:, -1, 0], *self._projector)
-        for index, (slot, stream) in enumerate(streams.items()):
-            hidden, cell = found[index, :, 0], found[index, :, 1]
-            stream.state = TransducerState(hidden, cell, projected[index], time_jump=jumps[slot])
+        for slot, stream in enumerate(streams):
+            hidden, cell = found[slot, :, 0], found[slot, :, 1]
+            stream.state = TransducerState(hidden, cell, projected[slot], time_jump=jumps[slot])
             stream.n_done += lengths[slot]
 
-    def _collect(self, streams: dict[int, _Stream]) -> dict[int, int]:
+    def _fill(self, streams: Sequence[_Stream], lengths: Sequence[int]) -> None:
+        """Frames and states to the slots, in few operations: each takes longer to ask for than to do."""
+        frames, state_in = self._buffers.frames, self._buffers.state_in
+        states = [part.to(state_in) for each in streams for part in (each.state.hidden, each.state.cell)]
+        state_in[: len(streams)] = torch.stack(states).view(len(streams), 2, *states[0].shape).transpose(1, 2)
+        pieces = [each.frames[each.n_done : each.n_done + n] for each, n in zip(streams, lengths, strict=True)]
+        if len(set(lengths)) == 1:
+            frames[: len(streams), : lengths[0]] = torch.stack(pieces)
+        else:
+            for slot, piece in enumerate(pieces):
+                frames[slot, : len(piece)] = piece
+
+    def _collect(self, streams: Sequence[_Stream]) -> dict[int, int]:
         """Emissions to their streams until all slots are done; then by how many frames each has gone past its last."""
         jumps: dict[int, int] = {}
         self._runtime.burst()
