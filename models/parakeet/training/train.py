@@ -13,6 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -199,17 +200,21 @@ def train(
     test = held_out_batches(held_out, tokenizer, plan.seed)
     course = Course(learner.train(), Average(learner, plan.average_decay), optimizer, plan, time.monotonic())
     sums, n_summed, reported_s = torch.zeros(3), 0, 0.0
-    while course.progress < 1 and course.step != plan.max_steps:
-        learner.is_masked = course.progress >= plan.plain_first
-        batch, contexts = next(along_paths if has_paths and course.progress < plan.path_first else freely)
-        sums = sums.to(batch.samples.device) + course.take(batch, contexts)
-        n_summed += 1
-        if course.elapsed_s - reported_s >= plan.report_every_s or course.step == plan.max_steps:
-            course.average.copy_norms(learner)
-            means = [*(sums / n_summed).tolist(), *(course.held_out_losses(test) if test else [])]
-            report(course, means)
-            save(course.average.learner.parakeet, tokenizer, out)
-            sums, n_summed, reported_s = torch.zeros(3), 0, course.elapsed_s
+    with ThreadPoolExecutor(max_workers=1) as ahead:  # the next batch is made while gradients are computed
+        coming = ahead.submit(next, along_paths if has_paths and plan.path_first else freely)
+        while course.progress < 1 and course.step != plan.max_steps:
+            learner.is_masked = course.progress >= plan.plain_first
+            batch, contexts = coming.result()
+            is_along = has_paths and course.progress < plan.path_first
+            coming = ahead.submit(next, along_paths if is_along else freely)
+            sums = sums.to(batch.samples.device) + course.take(batch, contexts)
+            n_summed += 1
+            if course.elapsed_s - reported_s >= plan.report_every_s or course.step == plan.max_steps:
+                course.average.copy_norms(learner)
+                means = [*(sums / n_summed).tolist(), *(course.held_out_losses(test) if test else [])]
+                report(course, means)
+                save(course.average.learner.parakeet, tokenizer, out)
+                sums, n_summed, reported_s = torch.zeros(3), 0, course.elapsed_s
     course.average.measure_norms(list(islice(freely, plan.n_norm_batches)))
     report(course, course.held_out_losses(test) if test else [])
     save(course.average.learner.parakeet, tokenizer, out)
