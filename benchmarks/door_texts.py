@@ -18,11 +18,20 @@ import soxr
 from numpy.typing import NDArray
 
 from benchmarks.recordings import DEFAULT_MANIFEST
-from benchmarks.remembering import RememberingDetector, RememberingEngine
+from benchmarks.remembering import RememberingDetector, RememberingEngine, RememberingJudge
 from benchmarks.report import heading
 from gateway.audio_file import AudioFileError, read_audio
 from gateway.config import DEFAULT_HANGOVER_MS, SessionConfig
-from gateway.doors import deepgram, deepgram_file, deepgram_turns, native, openai_realtime, openai_rest, telephony
+from gateway.doors import (
+    deepgram,
+    deepgram_file,
+    deepgram_turns,
+    native,
+    openai_realtime,
+    openai_rest,
+    openai_session,
+    telephony,
+)
 from gateway.doors.door import Door, Frame, House, Knock
 from gateway.effects import Close, Said
 from gateway.messages import EngineItem
@@ -33,6 +42,7 @@ from streaming.engine import SpeechEngine
 from vad.audio import SAMPLE_RATE_HZ
 from vad.detector import SpeechDetector
 from vad.gate import GateSettings
+from vad.turn import TurnDetector
 
 Samples = NDArray[np.float32]  # [n_samples] at 16 kHz
 Timed = tuple[float, Frame]
@@ -52,6 +62,7 @@ class Recipe:
     text: Callable[[list[Frame]], str]  # of what the client is told, or who follows its call
     native_frames: Callable[[Samples], Iterator[Timed]]
     is_cut: bool = False  # the socket's end is the client's goodbye
+    is_judged: bool = False  # pauses are judged by the model of turns
 
 
 def knock(path: str, **query: str) -> Knock:
@@ -103,6 +114,39 @@ def _native_turns(samples: Samples) -> Iterator[Timed]:
     yield from rest
 
 
+def _native_turns_judged(samples: Samples) -> Iterator[Timed]:
+    thresholds = deepgram_turns.Thresholds()
+    hangover_ms, sentence_ms, turn_ms = thresholds.pauses_ms(is_punctuated=True, has_turn_model=True)
+    [_, *rest] = _native_live(samples)
+    yield (
+        0.0,
+        _hello(
+            hangover_ms=hangover_ms,
+            sentence_hangover_ms=sentence_ms,
+            turn_hangover_ms=turn_ms,
+            turn_threshold=thresholds.eot_threshold,
+        ),
+    )
+    yield from rest
+
+
+def _native_semantic(samples: Samples) -> Iterator[Timed]:
+    patience = openai_session.EAGERNESS["medium"]
+    [_, *rest] = _native_live(samples)
+    yield (
+        0.0,
+        _hello(
+            hangover_ms=patience.longest_ms,
+            sentence_hangover_ms=patience.doubted_ms,
+            turn_hangover_ms=patience.done_ms,
+            turn_threshold=patience.threshold,
+            speech_threshold=openai_session.TurnDetection().threshold,
+            pre_roll_ms=openai_session.MIN_PRE_ROLL_MS,
+        ),
+    )
+    yield from rest
+
+
 def _native_telephone(samples: Samples) -> Iterator[Timed]:
     yield 0.0, json.dumps({"type": "hello", "audio": {"encoding": "mulaw", "sample_rate_hz": TELEPHONE_HZ}})
     yield from in_time(mulaw(samples), TELEPHONE_HZ)
@@ -122,7 +166,7 @@ def _native_at_once(samples: Samples) -> Iterator[Timed]:
     yield 0.0, '{"type": "bye"}'
 
 
-def _hello(**more: int | None) -> str:
+def _hello(**more: float | None) -> str:
     return json.dumps({"type": "hello", "audio": {"encoding": "s16le", "sample_rate_hz": SAMPLE_RATE_HZ}, **more})
 
 
@@ -141,6 +185,14 @@ def _realtime_live(samples: Samples) -> Iterator[Timed]:
         "prefix_padding_ms": GATE.pre_roll_ms,
         "silence_duration_ms": GATE.hangover_ms,
     }
+    yield from _realtime(samples, turns)
+
+
+def _realtime_semantic(samples: Samples) -> Iterator[Timed]:
+    yield from _realtime(samples, {"type": "semantic_vad", "eagerness": "medium"})
+
+
+def _realtime(samples: Samples, turns: Mapping[str, str | float]) -> Iterator[Timed]:
     given = {"format": {"type": "audio/pcm", "rate": SAMPLE_RATE_HZ}, "turn_detection": turns}
     yield 0.0, json.dumps({"type": "session.update", "session": {"audio": {"input": given}}})
     for at_s, data in in_time(pcm(samples), 2 * SAMPLE_RATE_HZ):
@@ -295,6 +347,20 @@ RECIPES: Mapping[str, Recipe] = {
         _realtime_text,
         _native_live,
     ),
+    "openai_semantic": Recipe(
+        lambda house: openai_realtime.open_door(knock("/v1/realtime"), house).door,
+        _realtime_semantic,
+        _realtime_text,
+        _native_semantic,
+        is_judged=True,
+    ),
+    "deepgram_turns_judged": Recipe(
+        lambda house: deepgram_turns.open_door(knock("/v2/listen", **_TURNS), house).door,
+        _deepgram_live,
+        _turns_text,
+        _native_turns_judged,
+        is_judged=True,
+    ),
     "openai_rest": Recipe(
         lambda house: openai_rest.open_door(knock("/v1/audio/transcriptions", model="whisper-1"), house).door,
         _rest_at_once,
@@ -320,37 +386,49 @@ RECIPES: Mapping[str, Recipe] = {
 # ---------------------------------------------------------------- runs
 
 
-def text_through(recipe: Recipe, samples: Samples, engine: SpeechEngine, detector: SpeechDetector) -> tuple[str, str]:
+@dataclass(frozen=True)
+class Models:
+    """What computes, on both sides."""
+
+    engine: SpeechEngine
+    detector: SpeechDetector
+    judge: TurnDetector
+
+
+def text_through(recipe: Recipe, samples: Samples, models: Models) -> tuple[str, str]:
     """The final text through the door, and through the native protocol."""
-    there = native_text(recipe, samples, engine, detector)
-    return door_text(recipe, samples, engine, detector), there
+    there = native_text(recipe, samples, models)
+    return door_text(recipe, samples, models), there
 
 
-def door_text(recipe: Recipe, samples: Samples, engine: SpeechEngine, detector: SpeechDetector) -> str:
+def door_text(recipe: Recipe, samples: Samples, models: Models) -> str:
     """The final text through the door."""
-    door = recipe.open_door(_house(engine))
-    return recipe.text(_run(door, recipe.frames(samples), engine, detector, is_cut=recipe.is_cut))
+    door = recipe.open_door(_house(recipe, models))
+    return recipe.text(_run(recipe, door, recipe.frames(samples), models, is_cut=recipe.is_cut))
 
 
-def native_text(recipe: Recipe, samples: Samples, engine: SpeechEngine, detector: SpeechDetector) -> str:
+def native_text(recipe: Recipe, samples: Samples, models: Models) -> str:
     """The final text of a native client that does the same."""
-    door = native.open_door(knock("/v1/stream"), _house(engine)).door
-    return _native_text(_run(door, recipe.native_frames(samples), engine, detector))
+    door = native.open_door(knock("/v1/stream"), _house(recipe, models)).door
+    return _native_text(_run(recipe, door, recipe.native_frames(samples), models, is_cut=False))
 
 
-def _house(engine: SpeechEngine) -> House:
-    return House({engine.card.name: engine.card}, GATE, SessionConfig())
+def _house(recipe: Recipe, models: Models) -> House:
+    card = models.engine.card
+    return House({card.name: card}, GATE, SessionConfig(), has_turn_model=recipe.is_judged)
 
 
-def _run(
-    door: Door, frames: Iterator[Timed], engine: SpeechEngine, detector: SpeechDetector, *, is_cut: bool = False
-) -> list[Frame]:
+def _run(recipe: Recipe, door: Door, frames: Iterator[Timed], models: Models, *, is_cut: bool) -> list[Frame]:
+    engine, detector = models.engine, models.detector
     served = {engine.card.name: ServedModel(engine.card, EngineItem(engine.backend, engine.why))}
+    turn_model = models.judge.name if recipe.is_judged else None
 
     def open_session(now_s: float, hear: Callable[[Said, float], None]) -> Simulation:
         state = detector.initial_state()
-        session = Session("session", served, state, config=SessionConfig(), gate=GATE, now_s=now_s)
-        return Simulation(session, engine, detector, hear=hear)
+        session = Session(
+            "session", served, state, config=SessionConfig(), gate=GATE, now_s=now_s, turn_model=turn_model
+        )
+        return Simulation(session, engine, detector, hear=hear, turn_detector=models.judge)
 
     simulation = DoorSimulation(door, open_session)
     told: list[Told] = simulation.run(frames, is_cut=is_cut)
@@ -392,17 +470,20 @@ def main() -> None:
     parser.add_argument("--doors", nargs="+", choices=RECIPES, default=list(RECIPES), help="all unless some are named")
     arguments = parser.parse_args()
     from models.catalog import load_engine
+    from models.smart_turn import SmartTurn
+    from models.store import turn_model
     from vad.levels import TwoLevelDetector
     from vad.silero import SileroDetector
 
     engine = RememberingEngine(load_engine(arguments.model, n_threads=1))
     detector = RememberingDetector(TwoLevelDetector(SileroDetector()))
+    judge = RememberingJudge(SmartTurn(turn_model()))
     tallies = {name: Tally() for name in arguments.doors}
     for recording_id, samples in readable(arguments.manifest, arguments.every):
         for name, tally in tallies.items():
-            _compare(recording_id, RECIPES[name], samples, tally, engine, detector)
-        engine.forget()
-        detector.forget()
+            _compare(recording_id, RECIPES[name], samples, tally, Models(engine, detector, judge), engine)
+        for memory in (engine, detector, judge):
+            memory.forget()
     print(heading("Text through each door against the native protocol"))
     print("Final text of the same samples with the same turn settings, on a virtual clock: every recording that the")
     print(
@@ -422,12 +503,12 @@ def _compare(
     recipe: Recipe,
     samples: Samples,
     tally: Tally,
+    models: Models,
     engine: RememberingEngine,
-    detector: SpeechDetector,
 ) -> None:
-    there = native_text(recipe, samples, engine, detector)
+    there = native_text(recipe, samples, models)
     n_decoded = engine.n_decoded
-    here = door_text(recipe, samples, engine, detector)
+    here = door_text(recipe, samples, models)
     tally.n_compared += 1
     tally.n_with_text += bool(there)
     tally.n_decoded += engine.n_decoded - n_decoded

@@ -1,11 +1,12 @@
-"""A speech engine and a detector that compute nothing twice, so that comparing many ways to one text costs one of them.
+"""An engine, a detector and a model of turns that compute nothing twice, so that many ways to one text cost as one.
 
-Know the interfaces of both, and that a stream's ``repr`` shows all of its state, as Whisper's does. Do not know what is
-compared. Memory grows with every new question until ``forget``.
+Know the interfaces of all three, and that a stream's ``repr`` shows all of its state, as Whisper's does. Do not know
+what is compared. Memory grows with every new question until ``forget``.
 """
 
 import copy
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from streaming.engine import Chunk, DecodeOptions, EngineStream, ModelCard, SpeechEngine, StreamWarning
 from streaming.transcript import Hypothesis
 from vad.detector import DetectorState, SpeechDetector
+from vad.turn import TurnDetector
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +116,29 @@ class RememberingDetector:
         question = _digest("", state.memory, windows)
         if question not in self._answers:
             [self._answers[question]] = self._detector.score([(state, windows)])
+        return self._answers[question]
+
+
+class RememberingJudge:
+    """A ``TurnDetector`` that judges a pause once, and keeps what that costs."""
+
+    def __init__(self, detector: TurnDetector) -> None:
+        self.name = detector.name
+        self.costs_ms: list[float] = []  # of one core, for each pause that was not remembered
+        self._detector = detector
+        self._answers: dict[bytes, float] = {}
+
+    def forget(self) -> None:
+        """Free the memory."""
+        self._answers.clear()
+
+    def probability(self, samples: NDArray[np.float32]) -> float:
+        """See ``TurnDetector``."""
+        question = _digest("", samples)
+        if question not in self._answers:
+            began_s = time.process_time()
+            self._answers[question] = self._detector.probability(samples)
+            self.costs_ms.append((time.process_time() - began_s) * 1_000)
         return self._answers[question]
 
 

@@ -9,9 +9,7 @@ compare. Run from the project's root; prints Markdown:
 """
 
 import argparse
-import hashlib
 import json
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.recordings import DEFAULT_MANIFEST
-from benchmarks.remembering import RememberingDetector, RememberingEngine
+from benchmarks.remembering import RememberingDetector, RememberingEngine, RememberingJudge
 from benchmarks.report import heading
 from gateway.audio_file import AudioFileError, read_audio
 from gateway.config import DEFAULT_HANGOVER_MS, SessionConfig
@@ -64,29 +62,6 @@ class Tally:
     n_pauses: int = 0
     n_cuts: int = 0
     delays_s: list[float] = field(default_factory=list)
-
-
-class TimedJudge:
-    """A model of turns that answers from memory what it was asked before, and keeps what new answers cost."""
-
-    def __init__(self, detector: TurnDetector) -> None:
-        self.name = detector.name
-        self.costs_ms: list[float] = []
-        self._detector = detector
-        self._answers: dict[bytes, float] = {}
-
-    def probability(self, samples: Samples) -> float:
-        """See ``TurnDetector``."""
-        question = hashlib.sha256(samples.tobytes()).digest()
-        if question not in self._answers:
-            began_s = time.process_time()
-            self._answers[question] = self._detector.probability(samples)
-            self.costs_ms.append((time.process_time() - began_s) * 1_000)
-        return self._answers[question]
-
-    def forget(self) -> None:
-        """Free the memory."""
-        self._answers.clear()
 
 
 def ways(engine: SpeechEngine) -> list[Way]:
@@ -183,7 +158,7 @@ def main() -> None:
 
     engine = RememberingEngine(load_engine(arguments.model, n_threads=1))
     detector = RememberingDetector(TwoLevelDetector(SileroDetector()))
-    judge = TimedJudge(SmartTurn(turn_model()))
+    judge = RememberingJudge(SmartTurn(turn_model()))
     compared = ways(engine)
     tallies: dict[bool, dict[str, Tally]] = {kind: {way.name: Tally() for way in compared} for kind in (True, False)}
     for is_spontaneous, samples in recordings(arguments.manifest, arguments.every):

@@ -28,7 +28,11 @@ async def realtime(arguments: argparse.Namespace) -> None:
     client = AsyncOpenAI(base_url=arguments.url, api_key=arguments.key)
     with wave.open(arguments.file) as file:
         rate_hz, pcm = file.getframerate(), file.readframes(file.getnframes())
-    turns = None if arguments.turns == "none" else {"type": "server_vad"}
+    turns = {
+        "none": None,
+        "server_vad": {"type": "server_vad"},
+        "semantic_vad": {"type": "semantic_vad", "eagerness": "high"},
+    }[arguments.turns]
     heard_all, n_open, is_sent = asyncio.Event(), 0, False
     async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
 
@@ -154,7 +158,7 @@ def main() -> None:
     parser.add_argument("--url")
     parser.add_argument("--file")
     parser.add_argument("--key", default="unused")
-    parser.add_argument("--turns", default="server_vad", choices=("server_vad", "none"))
+    parser.add_argument("--turns", default="server_vad", choices=("server_vad", "semantic_vad", "none"))
     parser.add_argument("--pace", type=float, default=0.0, help="times real time; 0: as fast as it goes")
     arguments = parser.parse_args()
     match arguments.what:

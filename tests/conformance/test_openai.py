@@ -36,9 +36,9 @@ def realtime(address: str, file: Path, *more: str) -> list[dict[str, Any]]:
     return drive("openai", "realtime", "--url", f"http://{address}/v1", "--key", KEY, "--file", str(file), *more)
 
 
-@pytest.mark.proves(client="openai", door="OpenAI Realtime", feature="turns by server VAD or by commits")
+@pytest.mark.proves(client="openai", door="OpenAI Realtime", feature="turns by server VAD, semantic VAD or by commits")
 @pytest.mark.proves(client="openai", door="OpenAI Realtime", feature="deltas that join to the final")
-@pytest.mark.parametrize("turns", ["server_vad", "none"])
+@pytest.mark.parametrize("turns", ["server_vad", "semantic_vad", "none"])
 def test_a_spoken_turn_gives_its_events_each_of_its_own_class(
     server_address: str, speech_file: Path, speech_text: str, turns: str
 ) -> None:
@@ -47,7 +47,7 @@ def test_a_spoken_turn_gives_its_events_each_of_its_own_class(
     kinds = [event["type"] for event in events]
     assert kinds[:2] == ["session.created", "session.updated"]
     assert kinds.count(DELTA) >= 2, "text comes before the turn is over"
-    if turns == "server_vad":
+    if turns != "none":
         assert kinds[2] == "input_audio_buffer.speech_started" and kinds[-1] == COMPLETED
     else:
         assert not any("speech" in kind for kind in kinds) and kinds.count(COMPLETED) == 1

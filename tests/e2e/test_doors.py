@@ -9,14 +9,13 @@ import soundfile
 import soxr
 from whisper_normalizer.english import EnglishTextNormalizer
 
-from benchmarks.door_texts import RECIPES, Samples, same_words, text_through
-from benchmarks.remembering import RememberingDetector, RememberingEngine
+from benchmarks.door_texts import RECIPES, Models, Samples, same_words, text_through
+from benchmarks.remembering import RememberingDetector, RememberingEngine, RememberingJudge
 from models.catalog import load_engine
 from models.errors import ModelUnavailableError
-from models.store import recording
-from streaming.engine import SpeechEngine
+from models.smart_turn import SmartTurn
+from models.store import recording, turn_model
 from vad.audio import SAMPLE_RATE_HZ
-from vad.detector import SpeechDetector
 from vad.levels import TwoLevelDetector
 from vad.silero import SileroDetector
 
@@ -27,16 +26,13 @@ _normalise = EnglishTextNormalizer()
 
 
 @cache
-def engine() -> SpeechEngine:
+def models() -> Models:
     try:
-        return RememberingEngine(load_engine("whisper-tiny.en", n_threads=1))
+        engine, judge = load_engine("whisper-tiny.en", n_threads=1), SmartTurn(turn_model())
     except ModelUnavailableError as error:
         pytest.skip(f"the weights can't be had here: {error}")
-
-
-@cache
-def detector() -> SpeechDetector:
-    return RememberingDetector(TwoLevelDetector(SileroDetector()))
+    detector = RememberingDetector(TwoLevelDetector(SileroDetector()))
+    return Models(RememberingEngine(engine), detector, RememberingJudge(judge))
 
 
 @cache
@@ -52,14 +48,14 @@ def hope() -> Samples:
 
 @pytest.mark.parametrize("door", RECIPES)
 def test_the_text_is_that_of_the_native_protocol(door: str) -> None:
-    here, there = text_through(RECIPES[door], hope(), engine(), detector())
+    here, there = text_through(RECIPES[door], hope(), models())
     assert same_words(here, there)
     assert jiwer.wer(_normalise(HOPE_TEXT), _normalise(here)) == 0
 
 
 @pytest.mark.parametrize("door", RECIPES)
 def test_two_turns_with_a_pause_between_them_are_those_of_the_native_protocol(door: str) -> None:
-    here, there = text_through(RECIPES[door], np.concatenate([hope(), hope()]), engine(), detector())
+    here, there = text_through(RECIPES[door], np.concatenate([hope(), hope()]), models())
     assert same_words(here, there)
     assert jiwer.wer(_normalise(f"{HOPE_TEXT} {HOPE_TEXT}"), _normalise(here)) == 0
 
@@ -69,12 +65,12 @@ def test_two_turns_with_a_pause_between_them_are_those_of_the_native_protocol(do
 def test_the_last_word_just_before_the_end_is_heard(door: str, gap_ms: int) -> None:
     cut = int((0.5 + 3.1) * SAMPLE_RATE_HZ)  # to the last of "despair"
     said = np.concatenate([hope()[:cut], np.zeros(gap_ms * 16, np.float32)])
-    here, _ = text_through(RECIPES[door], said, engine(), detector())
+    here, _ = text_through(RECIPES[door], said, models())
     assert _normalise(here).split()[-1] == "despair"
 
 
 @pytest.mark.parametrize("door", RECIPES)
 def test_what_is_not_speech_gives_no_text(door: str) -> None:
     noise = np.random.default_rng(7).normal(0, 0.1, 5 * SAMPLE_RATE_HZ).astype(np.float32)
-    here, there = text_through(RECIPES[door], noise, engine(), detector())
+    here, there = text_through(RECIPES[door], noise, models())
     assert here == there == ""
