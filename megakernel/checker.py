@@ -10,8 +10,10 @@ its writer has heard by then. Why the ring never falls behind: a warp takes one 
 that is a ring's depth further on, which wraps with its part of the tape; that part is what a step uses (``tape``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +21,10 @@ from numpy.typing import NDArray
 from .errors import CompileError
 from .isa import (
     BATCH_GRANULES,
+    BEST_WORDS,
     BLOCK_STATS_WORDS,
     CROSS_BLOCK,
+    GATES,
     GRANULE_ROWS,
     MAX_BLOCKS,
     N_WARPS,
@@ -35,11 +39,14 @@ from .isa import (
     Phase,
     Task,
 )
-from .ops import FusedAttention, FusedHead, FusedLinear
+from .ops import FusedAttention, FusedHead, FusedJoint, FusedLinear, FusedLstm, FusedRecurrence
 from .program import Program
 
 MAX_IMBALANCE = 0.02  # of an SM's bytes above the mean
 HEAD_SIZE = 64  # elements of a head that the kernel's attention takes
+N_PARITIES = 2  # places that take turns, of what a transducer's JOINT leaves
+WITH_WEIGHT = (Op.LINEAR, Op.HEAD, Op.LSTM, Op.RECUR, Op.JOINT)
+SILENT = (Op.SELECT, Op.TRANSDUCE, Op.RECUR)  # publish nothing
 N_REPLICAS = 4  # of rows in the exchange area: SM i reads number i mod 4
 
 Words = dict[Phase, int]
@@ -47,8 +54,14 @@ Words = dict[Phase, int]
 
 def check(program: Program) -> None:
     """Check every rule; the first that does not hold is a CompileError that names phase, SM and rule."""
-    for rule in (shapes, records, limits, edges, epochs, buffers, granules, aux, residual, tape, balance, joins):
+    for rule in (shapes, records, limits, edges, epochs, buffers, granules, aux, residual, tape):
         rule(program)
+    if program.sizes.transducer is None:
+        balance(program)
+        joins(program)
+    else:
+        cells(program)
+        transducer_joins(program)
 
 
 def wrong(program: Program, rule: str, phase: int | None = None, sm: int | None = None) -> CompileError:
@@ -114,6 +127,16 @@ def expected_words(program: Program) -> Iterator[tuple[int, Words]]:
             case FusedHead():
                 yield index, linear_words(Op.HEAD, Flag.NORM if op.norm else Flag(0), op.k, op.n)
                 yield index, {Phase.OP: Op.SELECT, Phase.N: op.n}
+            case FusedLstm() if op.token_table is not None:
+                table: Words = {Phase.OP: Op.LSTM, Phase.FLAGS: Flag.EMBED, Phase.N: op.n, Phase.K_WARPS: N_WARPS}
+                yield index, {**table, Phase.LAYER: op.layer}
+            case FusedLstm():
+                yield index, {**linear_words(Op.LSTM, Flag(0), op.k, op.n), Phase.LAYER: op.layer}
+            case FusedRecurrence():
+                yield index, {**linear_words(Op.RECUR, Flag(0), op.k, op.n), Phase.LAYER: op.layer}
+            case FusedJoint():
+                yield index, linear_words(Op.JOINT, Flag(0), op.k, op.n)
+                yield index, {Phase.OP: Op.TRANSDUCE, Phase.N: op.n}
 
 
 def linear_words(op: Op, flags: Flag, k: int, n: int) -> Words:
@@ -134,8 +157,9 @@ def records(program: Program) -> None:
             value = int(program.phases[phase, word])
             if word not in WHERE_AND_WHEN and value != words.get(word, 0):
                 raise wrong(program, f"{word.name} is {value}, not {words.get(word, 0)}", phase)
-    if not program.phases.shape[0] or program.phases[-1, Phase.OP] != Op.SELECT:
-        raise wrong(program, "the last phase is not SELECT")
+    end = Op.SELECT if program.sizes.transducer is None else Op.TRANSDUCE
+    if not program.phases.shape[0] or program.phases[-1, Phase.OP] != end:
+        raise wrong(program, f"the last phase is not {end.name}")
     n_dumped = sum(len(op.dumped_heads) for op in program.ops if isinstance(op, FusedAttention))
     if program.n_score_heads != n_dumped:
         raise wrong(program, f"{program.n_score_heads} heads' scores are kept, not {n_dumped}")
@@ -147,9 +171,11 @@ def limits(program: Program) -> None:
         raise wrong(program, f"heads of {program.sizes.head_size} elements, not {HEAD_SIZE}")
     for phase, row in enumerate(program.phases):
         kind, k, block = Op(int(row[Phase.OP])), int(row[Phase.K]), int(row[Phase.BLOCK])
-        if kind in (Op.LINEAR, Op.HEAD) and k % STATS_ELEMENTS:
+        if kind in WITH_WEIGHT and k % STATS_ELEMENTS:
             raise wrong(program, f"rows of {k} elements are no pieces of {STATS_ELEMENTS}", phase)
-        if row[Phase.FLAGS] & (Flag.NORM | Flag.EMBED) and k != program.sizes.width:
+        if program.sizes.transducer is not None and k not in (0, program.sizes.width):
+            raise wrong(program, f"rows of {k} elements, and all of a transducer's have {program.sizes.width}", phase)
+        if row[Phase.FLAGS] & (Flag.NORM | Flag.EMBED) and kind is not Op.LSTM and k != program.sizes.width:
             raise wrong(program, f"norms and embeddings are of {program.sizes.width} elements, not {k}", phase)
         if kind in (Op.ATTEND_SELF, Op.ATTEND_CROSS):
             expected = SELF_BLOCK if kind == Op.ATTEND_SELF else CROSS_BLOCK
@@ -174,7 +200,7 @@ def source_of(program: Program, phase: int) -> Source | None:
     """The one earlier phase whose words ``phase`` must read, by the ops' names; None if it reads a table."""
     op = program.ops[program.op_of_phase[phase]]
     kind = Op(int(program.phases[phase, Phase.OP]))
-    if kind in (Op.COMBINE, Op.SELECT):
+    if kind in (Op.COMBINE, Op.SELECT, Op.TRANSDUCE):
         writer, where = phase - 1, Phase.PARTIAL if kind == Op.COMBINE else Phase.OUTPUT
     elif op.x is None:
         return None
@@ -195,8 +221,9 @@ def edges(program: Program) -> None:
         expected = (source.offset, source.epoch) if source else (0, 0)
         if (offset, epoch) != expected:
             raise wrong(program, f"reads word {offset} at epoch {epoch}; its input is at {expected}", phase)
-        if source and row[Phase.OP] != Op.SELECT and row[Phase.K] != program.phases[source.phase, Phase.N]:
-            written = program.phases[source.phase, Phase.N]
+        is_end = row[Phase.OP] in (Op.SELECT, Op.TRANSDUCE)
+        if source and not is_end and row[Phase.K] != elements(program.phases[source.phase]):
+            written = elements(program.phases[source.phase])
             raise wrong(program, f"reads rows of {row[Phase.K]}, written are {written}", phase)
         if row[Phase.OP] in (Op.ATTEND_SELF, Op.ATTEND_CROSS):
             shared = (Phase.OUTPUT, Phase.PARTIAL)
@@ -211,14 +238,19 @@ def edges(program: Program) -> None:
                 raise wrong(program, f"{row[Phase.N_BLOCKS]} blocks do not hold {n_positions} positions", phase)
 
 
+def elements(row: NDArray[np.uint32]) -> int:
+    """Elements of a row that a phase hands on: of an LSTM's gates, one unit's four make one."""
+    return int(row[Phase.N]) // (GATES if row[Phase.OP] == Op.LSTM else 1)
+
+
 def epochs(program: Program) -> None:
     """What is published in a step carries an epoch of its own, 1 and up; the next step's begin behind the last."""
     last = 0
     for phase, row in enumerate(program.phases):
         epoch = int(row[Phase.EPOCH])
-        if row[Phase.OP] == Op.SELECT:
+        if row[Phase.OP] in SILENT:
             if epoch:
-                raise wrong(program, f"SELECT publishes nothing, but has epoch {epoch}", phase)
+                raise wrong(program, f"{Op(int(row[Phase.OP])).name} publishes nothing, but has epoch {epoch}", phase)
         elif epoch != last + 1:
             raise wrong(program, f"epoch {epoch} does not follow {last}", phase)
         else:
@@ -233,8 +265,13 @@ def regions(program: Program) -> Iterator[tuple[int, int, int]]:
     for phase, row in enumerate(program.phases):
         n, output, partial = int(row[Phase.N]), int(row[Phase.OUTPUT]), int(row[Phase.PARTIAL])
         match Op(int(row[Phase.OP])):
-            case Op.LINEAR:
-                yield phase, output, rows * n // 2
+            case Op.LINEAR | Op.LSTM:
+                yield phase, output, rows * elements(row) // 2
+            case Op.JOINT:
+                of_row = program.target.max_rows * program.target.n_sms
+                yield phase, output, N_PARITIES * of_row * BEST_WORDS
+                yield phase, partial, N_PARITIES * (of_row + program.target.max_rows)
+                yield phase, program.control_word, N_PARITIES
             case Op.COMBINE:
                 yield phase, output, rows * n // 2
                 n_units = program.target.max_rows * int(row[Phase.N_HEADS]) * int(row[Phase.N_BLOCKS])
@@ -255,7 +292,8 @@ def buffers(program: Program) -> None:
         raise wrong(program, f"its buffer ends at word {end} of {program.exchange_words}", before)
     for phase, row in enumerate(program.phases):
         op = row[Phase.OP]
-        if op == Op.SELECT and row[Phase.OUTPUT] or op in (Op.LINEAR, Op.HEAD, Op.SELECT) and row[Phase.PARTIAL]:
+        has_partial = op in (Op.ATTEND_SELF, Op.ATTEND_CROSS, Op.COMBINE, Op.JOINT)
+        if op in SILENT and row[Phase.OUTPUT] or not has_partial and row[Phase.PARTIAL]:
             raise wrong(program, "has an offset that nobody uses", phase)
 
 
@@ -264,7 +302,12 @@ def buffers(program: Program) -> None:
 
 def reads_tape(program: Program) -> list[int]:
     """The phases that read the tape, in order."""
-    return [p for p, row in enumerate(program.phases) if row[Phase.OP] in (Op.LINEAR, Op.HEAD)]
+    return [p for p in places_granules(program) if program.phases[p, Phase.K]]
+
+
+def places_granules(program: Program) -> list[int]:
+    """The phases whose output rows are shared out among the SMs, in order."""
+    return [p for p, row in enumerate(program.phases) if row[Phase.OP] in WITH_WEIGHT]
 
 
 def granules(program: Program) -> None:
@@ -279,7 +322,7 @@ def granules(program: Program) -> None:
         idle = np.flatnonzero((n == 0) & program.tasks[:, phase].any(axis=1))
         if idle.size:
             raise wrong(program, "has no granules, but its task is not all zero", phase, int(idle[0]))
-        if phase not in weights:
+        if row[Phase.OP] not in WITH_WEIGHT:
             if n.any():
                 raise wrong(program, "granules in a phase without weight", phase, int(np.argmax(n)))
             continue
@@ -292,7 +335,7 @@ def granules(program: Program) -> None:
         if covered != n_granules:
             raise wrong(program, f"{covered} granules are given out of {n_granules}", phase)
         n_tiles = n_granules * int(row[Phase.K]) // TILE_K
-        if (weights[phase].first_tile, weights[phase].n_tiles) != (next_tile, n_tiles):
+        if n_tiles and (weights[phase].first_tile, weights[phase].n_tiles) != (next_tile, n_tiles):
             raise wrong(program, f"its weight's tiles are not {n_tiles} from {next_tile}", phase)
         next_tile += n_tiles
         n_groups = N_WARPS // int(row[Phase.K_WARPS])
@@ -305,7 +348,7 @@ def aux(program: Program) -> None:
     """An SM's row sums and biases lie in the order of use, inside its part."""
     n_before = np.zeros(program.target.n_sms, np.int64)
     n_linear = 0
-    for phase in reads_tape(program):
+    for phase in places_granules(program):
         n = program.tasks[:, phase, Task.N_GRANULES].astype(np.int64)
         off = np.flatnonzero((n > 0) & (program.tasks[:, phase, Task.AUX] != n_before))
         if off.size:
@@ -313,7 +356,7 @@ def aux(program: Program) -> None:
             found = program.tasks[sm, phase, Task.AUX]
             raise wrong(program, f"row sums and biases at granule {found}, not {n_before[sm]}", phase, sm)
         n_before += n
-        if program.phases[phase, Phase.OP] == Op.LINEAR:
+        if program.phases[phase, Phase.OP] != Op.HEAD:
             n_linear = int(n_before.max())
     found = (program.aux_granules, program.linear_aux_granules)
     if found != (n_before.max(), n_linear):
@@ -331,6 +374,26 @@ def residual(program: Program) -> None:
     most = int(program.tasks[:, owners[0], Task.N_GRANULES].max()) if owners else 0
     if program.residual_granules != most:
         raise wrong(program, f"room for {program.residual_granules} granules of the stream, not {most}")
+
+
+def cells(program: Program) -> None:
+    """An LSTM's cells, and what is kept for them, never change their SM."""
+    most = 0
+    for layer in range(program.sizes.n_layers):
+        of_layer = [
+            p
+            for p, row in enumerate(program.phases)
+            if row[Phase.OP] in (Op.LSTM, Op.RECUR) and row[Phase.LAYER] == layer
+        ]
+        words = (Task.FIRST_GRANULE, Task.N_GRANULES)
+        for phase in of_layer:
+            other = (program.tasks[:, phase, words] != program.tasks[:, of_layer[0], words]).any(axis=1)
+            if other.any():
+                rule = f"has other units of layer {layer} than in phase {of_layer[0]}"
+                raise wrong(program, rule, phase, int(np.argmax(other)))
+            most = max(most, int(program.tasks[:, phase, Task.N_GRANULES].max()))
+    if program.kept_granules != most:
+        raise wrong(program, f"room for {program.kept_granules} granules of a layer, not {most}")
 
 
 def tape(program: Program) -> None:
@@ -527,3 +590,95 @@ class Joins:
         self.heard = np.maximum(self.heard, self.said[phase - 1].max(axis=0))
         self.heard[self.sms, self.sms] = event
         self.read[phase - 1, Phase.OUTPUT] = np.full(len(self.sms), event, np.int32)
+
+
+class StepKind(Enum):
+    """What a transducer's step does: there are no others."""
+
+    WHOLE = (True, True)  # predictor, and frames
+    FRAMES = (False, True)
+    PREDICTOR = (True, False)
+    IDLE = (False, False)
+
+
+def transducer_joins(program: Program, *, n_parities: int = N_PARITIES) -> None:
+    """The same of a transducer, whose steps may leave the predictor or the frames out: every order of four of them."""
+    for kinds in product(StepKind, repeat=4):
+        TransducerJoins(program, n_parities).follow(kinds)
+
+
+class TransducerJoins:
+    """The clocks of some steps in a row. What JOINT leaves has ``n_parities`` places that take turns."""
+
+    def __init__(self, program: Program, n_parities: int) -> None:
+        self.program = program
+        self.n_parities = n_parities
+        self.sms = np.arange(program.target.n_sms)
+        self.heard: Clock = np.zeros((len(self.sms), len(self.sms)), np.int32)  # [SM, of SM]
+        self.said: dict[int, Clock] = {}  # phase → [of SM] what comes with all its words
+        self.read: dict[tuple[int, Phase, int], Clock] = {}  # buffer, parity → [SM] when it was last read
+
+    def follow(self, kinds: Sequence[StepKind]) -> None:
+        """Raise CompileError where one writes what others may still read."""
+        n_phases = len(self.program.phases)
+        joint = n_phases - 2
+        for step, kind in enumerate(kinds):
+            has_predictor, has_frames = kind.value
+            for phase, row in enumerate(self.program.phases):
+                event, parity = step * n_phases + phase + 1, step % self.n_parities
+                if phase == 0 and step:  # the last SM tells the host of the step before
+                    self.reads(joint, Phase.PARTIAL, (step - 1) % self.n_parities, self.sms == self.sms[-1], event)
+                match Op(int(row[Phase.OP])):
+                    case Op.JOINT:
+                        self.joint(phase, event, parity, has_frames=has_frames and bool(self.said))
+                    case Op.TRANSDUCE:
+                        self.heard = np.maximum(self.heard, self.said[joint])
+                        for buffer in (Phase.OUTPUT, Phase.PARTIAL, Phase.K):
+                            self.reads(joint, buffer, parity, self.sms >= 0, event)
+                    case _ if has_predictor:
+                        self.predictor(phase, event)
+
+    def predictor(self, phase: int, event: int) -> None:
+        """SMs with granules wait for whole rows, and all but RECUR publish."""
+        works = self.program.tasks[:, phase, Task.N_GRANULES] > 0
+        source = source_of(self.program, phase)
+        if source:
+            self.heard[works] = np.maximum(self.heard[works], self.said[source.phase])
+            self.reads(source.phase, Phase.OUTPUT, 0, works, event)
+        if self.program.phases[phase, Phase.OP] != Op.RECUR:
+            self.writes(phase, Phase.OUTPUT, 0, works, event - 1)
+
+    def joint(self, phase: int, event: int, parity: int, *, has_frames: bool) -> None:
+        """The control word (here under the word K) leaves before anything is waited for."""
+        last = self.sms == self.sms[-1]
+        self.may_write(phase, Phase.K, parity, last)
+        source = source_of(self.program, phase)
+        if has_frames and source and source.phase in self.said:
+            self.heard = np.maximum(self.heard, self.said[source.phase])
+            self.reads(source.phase, Phase.OUTPUT, 0, self.sms >= 0, event)
+        for buffer in (Phase.OUTPUT, Phase.PARTIAL):
+            self.may_write(phase, buffer, parity, self.sms >= 0)
+        self.writes(phase, Phase.OUTPUT, parity, self.sms >= 0, event)
+
+    def reads(self, phase: int, buffer: Phase, parity: int, who: NDArray[np.bool_], event: int) -> None:
+        """Note when a buffer was read."""
+        before = self.read.get((phase, buffer, parity), np.zeros(len(self.sms), np.int32))
+        self.read[phase, buffer, parity] = np.where(who, event, before).astype(np.int32)
+        self.heard[self.sms[who], self.sms[who]] = event
+
+    def writes(self, phase: int, buffer: Phase, parity: int, who: NDArray[np.bool_], event: int) -> None:
+        """What comes with the words of those who write."""
+        self.heard[self.sms[who], self.sms[who]] = np.maximum(self.heard[self.sms[who], self.sms[who]], event)
+        self.may_write(phase, buffer, parity, who)
+        self.said[phase] = self.heard[who].max(axis=0)
+
+    def may_write(self, phase: int, buffer: Phase, parity: int, who: NDArray[np.bool_]) -> None:
+        """The reads of a buffer's last values are over, so far as its writers know."""
+        last = self.read.get((phase, buffer, parity))
+        if last is None:
+            return
+        for sm in self.sms[who]:
+            late = (last > self.heard[sm]) & (self.sms != sm)
+            if late.any():
+                rule = f"writes {buffer.name} while SM {np.argmax(late)} may still read it"
+                raise wrong(self.program, rule, phase, int(sm))

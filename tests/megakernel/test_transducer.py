@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megakernel.checker import check, transducer_joins
 from megakernel.compile import compile_program
 from megakernel.errors import CompileError, InterpreterError, RequestError
 from megakernel.evaluate_transducer import TransducerMemory, TransducerNetwork, run_transducer
@@ -14,6 +15,7 @@ from megakernel.isa import N_WARPS, Op, Phase, Task
 from megakernel.mailbox import EmissionRecord
 from megakernel.ops import FusedJoint, Transducer
 from megakernel.pack import pack_tape, unpack_tape
+from megakernel.program import Program
 from megakernel.request import TransducerRequest, encode_transducer_request
 from megakernel.target import KNOWN, Target
 from megakernel.transducer_header import is_resident
@@ -180,22 +182,48 @@ def _mutants() -> dict[str, tuple[int, int, int]]:
     }
 
 
-@pytest.mark.parametrize("name", _mutants())
-def test_a_wrong_word_is_found(name: str) -> None:
-    program, graph = compiled(3, 8), tiny_transducer()
+def _mutant(name: str) -> Program:
+    program = compiled(3, 8)
     phase, word, change = _mutants()[name]
     phases = program.phases.copy()
     if change == -1 and word in (Phase.OUTPUT, Phase.INPUT, Phase.PARTIAL):
         phases[phase, word] = program.phases[phase if word == Phase.PARTIAL else 0, Phase.OUTPUT]
     else:
         phases[phase, word] = int(phases[phase, word]) + change
+    return replace(program, phases=phases)
+
+
+@pytest.mark.parametrize("name", _mutants())
+def test_a_wrong_word_is_found_by_running_it_and_without(name: str) -> None:
+    program, graph = compiled(3, 8), tiny_transducer()
+    with pytest.raises(CompileError, match="check"):
+        check(_mutant(name))
     constants, frames = random_constants(graph, 1), random_frames(graph, 1)
     requests = [TransducerRequest(N_FRAMES, begins=True), TransducerRequest(7, begins=True)]
     expected, _ = evaluated(program, constants, frames, requests, NOTHING)
     try:
-        found, _ = interpreted(
-            replace(program, phases=phases), constants, frames, requests, NOTHING, seed=1, packed=program
-        )
+        found, _ = interpreted(_mutant(name), constants, frames, requests, NOTHING, seed=1, packed=program)
     except (InterpreterError, AssertionError):
         return
     assert found != expected
+
+
+def test_units_that_change_their_sm_are_found() -> None:
+    program = compiled(3, 8)
+    tasks = program.tasks.copy()
+    tasks[:, 2] = tasks[:, 4]
+    moved = tasks[0, 2, Task.N_GRANULES]
+    tasks[0, 2, Task.N_GRANULES], tasks[1, 2, Task.FIRST_GRANULE] = moved - 1, moved - 1
+    tasks[1, 2, Task.N_GRANULES] += 1
+    with pytest.raises(CompileError):
+        check(replace(program, tasks=tasks))
+
+
+@pytest.mark.parametrize(("n_sms", "max_rows"), [(2, 8), (7, 16)])
+def test_what_is_compiled_can_neither_race_nor_wait_for_ever(n_sms: int, max_rows: int) -> None:
+    check(compiled(n_sms, max_rows))
+
+
+def test_with_one_place_for_what_the_joint_leaves_there_would_be_a_race() -> None:
+    with pytest.raises(CompileError, match="may still read it"):
+        transducer_joins(compiled(3, 8), n_parities=1)
