@@ -23,6 +23,8 @@ NO_WORDS: Mapping[str, tuple[Word, ...]] = MappingProxyType({})
 
 SHORT_S = 1.2  # recordings below this are single words, and are said in a row
 LONGEST_RUN = 8  # words in a row
+PADDED_SHARE = 0.5  # of the streams: silent behind the last word, as what is added at the end of a stream is
+SILENT_SHARE = 0.3  # of the streams: no noise at all
 LEAST_GAIN, MOST_GAIN = 0.1, 1.5
 
 
@@ -232,6 +234,9 @@ def assemble(
         samples = narrowed(samples, augmentation.narrow_share, rng)
     if augmentation.noise_share:
         samples = noisy(samples, augmentation.noise_share, rng)
+        for row, stream in enumerate(streams):
+            if rng.random() < PADDED_SHARE:
+                samples[row, stream.placed[-1].end_sample :] = 0.0
     ids = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
     n_samples = tuple(stream.n_samples for stream in streams)
     n_tokens = torch.tensor([len(row_ids) for row_ids in ids])
@@ -255,7 +260,7 @@ def narrowed(samples: Tensor, share: float, rng: random.Random) -> Tensor:
 
 
 def noisy(samples: Tensor, share: float, rng: random.Random) -> Tensor:
-    """Every row with noise: most 60 to 90 dB below full scale, a share of them 5 to 35 dB below their speech.
+    """Rows with noise: a share 8 to 40 dB below their speech, the others 60 to 90 dB below full scale or not at all.
 
     Half of it is white and half has a falling spectrum (white noise summed up, with a leak).
     """
@@ -265,7 +270,8 @@ def noisy(samples: Tensor, share: float, rng: random.Random) -> Tensor:
     is_loud = torch.tensor([rng.random() < share for _ in samples], device=samples.device)
     is_brown = torch.tensor([rng.random() < 0.5 for _ in samples], device=samples.device)
     loud = level * torch.tensor([10 ** (-rng.uniform(8, 40) / 20) for _ in samples], device=samples.device)
-    quiet = torch.tensor([10 ** (-rng.uniform(60, 90) / 20) for _ in samples], device=samples.device)
+    levels = [0.0 if rng.random() < SILENT_SHARE else 10 ** (-rng.uniform(60, 90) / 20) for _ in samples]
+    quiet = torch.tensor(levels, device=samples.device)
     scale = torch.where(is_loud, loud, quiet)
     return samples + torch.where(is_brown[:, None], brown, white) * scale[:, None]
 
