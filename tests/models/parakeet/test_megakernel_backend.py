@@ -1,0 +1,169 @@
+"""Streams through the slots of a small transducer's kernel, compiled for this machine's processor."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megakernel.compile import compile_program
+from megakernel.errors import FaultError, SelfTestError
+from megakernel.launcher import TransducerBuffers
+from megakernel.mailbox import Record
+from megakernel.request import TransducerRequest
+from megakernel.runtime import Runtime
+from megakernel.selftest_transducer import compare
+from megakernel.target import Target
+from megakernel.transducer_header import MAX_KERNEL_ROWS
+from models.backends import BackendError
+from models.parakeet.config import ParakeetConfig
+from models.parakeet.graph import PROJECTOR, graph_constants, transducer_graph
+from models.parakeet.greedy import Emission, TorchDecoder, TransducerState
+from models.parakeet.megakernel_backend import MegakernelBackend, MegakernelDecoder
+from models.parakeet.reference import Parakeet
+from tests.megakernel.emulator import COMPILER, EmulatedLauncher
+
+CONFIG = ParakeetConfig(128, 1, 128, 2, 256, 9, 32, 128, 2, 45, 44, max_symbols=3)
+N_FRAMES = 16  # of a slot
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no compiler for this machine's processor")
+
+
+@pytest.fixture(scope="module", name="model")
+def model_fixture() -> Parakeet:
+    torch.manual_seed(0)
+    model = Parakeet(CONFIG).eval()
+    with torch.no_grad():
+        model.joint.head.weight.mul_(3)
+        model.joint.head.bias[CONFIG.blank_id] += 2
+        model.decoder.embedding.weight[CONFIG.blank_id] = 0
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+@pytest.fixture(scope="module", name="decoder")
+def decoder_fixture(model: Parakeet, tmp_path_factory: pytest.TempPathFactory) -> MegakernelDecoder:
+    return emulated_decoder(model, tmp_path_factory.mktemp("kernel"))
+
+
+def emulated_decoder(model: Parakeet, folder: Path) -> MegakernelDecoder:
+    graph = transducer_graph(model.config, n_frames=N_FRAMES)
+    program = compile_program(graph, Target("three", "sm_80", 3, 166_912, MAX_KERNEL_ROWS))
+    constants = graph_constants(graph, model.state_dict())
+    launcher = EmulatedLauncher(program, {name: value.numpy() for name, value in constants.items()}, folder)
+    memory = launcher.memory
+    buffers = TransducerBuffers(
+        frames=torch.from_numpy(memory.frames.view(np.int16)).view(torch.bfloat16),
+        state_in=torch.from_numpy(memory.state_in),
+        state_out=torch.from_numpy(memory.state_out),
+    )
+    runtime = Runtime(program, launcher, n_rules=1)
+    return MegakernelDecoder(runtime, buffers, (constants[f"{PROJECTOR}.weight"], constants[f"{PROJECTOR}.bias"]))
+
+
+def random_frames(n_frames: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(n_frames, CONFIG.d_predictor, generator=generator) * 2).bfloat16().float()
+
+
+def what(emissions: Sequence[Emission]) -> list[tuple[int, int, int]]:
+    return [(one.token_id, one.frame, one.duration) for one in emissions]
+
+
+def test_streams_say_what_they_say_in_torch(model: Parakeet, decoder: MegakernelDecoder) -> None:
+    """More streams than slots, some longer than a slot, one of no frames. Rounding decides none of these."""
+    frames = [random_frames(n, seed) for seed, n in enumerate((20, 7, 0, 33, 1, 16, 5, 9, 12, 4))]
+    reference = TorchDecoder(model)
+    expected = reference.decode([(each, reference.start()) for each in frames])
+    found = decoder.decode([(each, decoder.start()) for each in frames])
+    n_emissions = 0
+    for (emissions, state), (others, other) in zip(found, expected, strict=True):
+        assert what(emissions) == what(others)
+        assert [one.logprob for one in emissions] == pytest.approx([one.logprob for one in others], abs=0.05)
+        assert state.time_jump == other.time_jump
+        for mine, theirs in (
+            (state.hidden, other.hidden),
+            (state.cell, other.cell),
+            (state.projected, other.projected),
+        ):
+            torch.testing.assert_close(mine, theirs, atol=0.02, rtol=0)
+        n_emissions += len(emissions)
+    assert n_emissions > 20
+
+
+def test_cutting_frames_anywhere_changes_no_bit(decoder: MegakernelDecoder) -> None:
+    frames = random_frames(30, 100)
+    ((whole, behind),) = decoder.decode([(frames, decoder.start())])
+    state, said, begin = decoder.start(), list[Emission](), 0
+    for end in (1, 2, 4, 13, 14, 27, 30):
+        before = [part.clone() for part in (state.hidden, state.cell, state.projected)]
+        ((emissions, after),) = decoder.decode([(frames[begin:end], state)])
+        assert all(map(torch.equal, before, (state.hidden, state.cell, state.projected)))  # a value is never changed
+        said += [replace(one, frame=one.frame + begin) for one in emissions]
+        state, begin = after, end
+    assert said == whole
+    assert torch.equal(state.hidden, behind.hidden) and torch.equal(state.cell, behind.cell)
+    assert torch.equal(state.projected, behind.projected) and state.time_jump == behind.time_jump
+
+
+def test_frames_that_are_passed_over_ask_the_device_for_nothing(decoder: MegakernelDecoder) -> None:
+    state = replace(decoder.start(), time_jump=5)
+    ((emissions, after),) = decoder.decode([(random_frames(3, 0), state)])
+    assert not emissions and after.time_jump == 2
+    assert after.hidden is state.hidden
+
+
+class Broken:
+    """A runtime whose device gives up."""
+
+    def open(self, slot: int, request: TransducerRequest, *, after: object = None) -> int:
+        return 1
+
+    def burst(self) -> None: ...
+
+    def wait(self, timeout_s: float) -> Sequence[Record]:
+        raise FaultError("TIMEOUT on SM 3")
+
+    def leave(self) -> None: ...
+
+    def close(self) -> None:
+        raise FaultError("the kernel does not leave")
+
+
+def test_a_device_that_gives_up_is_a_reason_to_take_another_backend(decoder: MegakernelDecoder) -> None:
+    broken = MegakernelDecoder(Broken(), decoder._buffers, decoder._projector)
+    backend = MegakernelBackend(lambda buffers: [], broken, max_buffers=1)
+    state = TransducerState(torch.zeros(2, 128), torch.zeros(2, 128), torch.zeros(128))
+    with pytest.raises(BackendError, match="TIMEOUT on SM 3"):
+        backend.decode([(random_frames(3, 0), state)])
+    backend.close()  # says so in the log, and does not raise
+
+
+def test_the_self_test_accepts_the_kernel_and_finds_a_wrong_weight(model: Parakeet, decoder: MegakernelDecoder) -> None:
+    frames = random_frames(12, 7)
+    ((emissions, _),) = decoder.decode([(frames, decoder.start())])
+    runtime = decoder._runtime
+    assert isinstance(runtime, Runtime)
+    records = [record for record in _again(runtime, decoder, frames) if record.__class__.__name__ == "EmissionRecord"]
+    assert len(records) == len(emissions)
+    constants = graph_constants(transducer_graph(CONFIG, n_frames=N_FRAMES), model.state_dict())
+    program = runtime._program
+    compare(program, constants, frames, records)  # type: ignore[arg-type]
+    wrong = constants | {f"{PROJECTOR}.weight": constants[f"{PROJECTOR}.weight"].roll(1, dims=0) * 3}
+    with pytest.raises(SelfTestError, match="torch"):
+        compare(program, wrong, frames, records)  # type: ignore[arg-type]
+
+
+def _again(runtime: Runtime, decoder: MegakernelDecoder, frames: Tensor) -> list[Record]:
+    decoder._buffers.frames[0, : len(frames)] = frames.bfloat16()
+    runtime.open(0, TransducerRequest(len(frames), begins=True))
+    records: list[Record] = []
+    runtime.burst()
+    while runtime.n_open:
+        records += runtime.wait(1.0)
+    runtime.leave()
+    return records
