@@ -153,7 +153,7 @@ def test_the_self_test_accepts_the_kernel_and_finds_a_wrong_weight(model: Parake
     constants = graph_constants(transducer_graph(CONFIG, n_frames=N_FRAMES), model.state_dict())
     program = runtime._program
     compare(program, constants, frames, records)  # type: ignore[arg-type]
-    wrong = constants | {f"{PROJECTOR}.weight": constants[f"{PROJECTOR}.weight"].roll(1, dims=0) * 3}
+    wrong = constants | {"joint.head.weight": constants["joint.head.weight"].roll(1, dims=0)}
     with pytest.raises(SelfTestError, match="torch"):
         compare(program, wrong, frames, records)  # type: ignore[arg-type]
 
