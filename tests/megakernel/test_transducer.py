@@ -2,10 +2,12 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import megakernel
 from megakernel.checker import check, transducer_joins
 from megakernel.compile import compile_program
 from megakernel.errors import CompileError, InterpreterError, RequestError
@@ -15,7 +17,7 @@ from megakernel.isa import N_WARPS, Op, Phase, Task
 from megakernel.mailbox import EmissionRecord
 from megakernel.ops import FusedJoint, Transducer
 from megakernel.pack import pack_tape, unpack_tape
-from megakernel.program import Program
+from megakernel.program import Program, dump
 from megakernel.request import TransducerRequest, encode_transducer_request
 from megakernel.target import KNOWN, Target
 from megakernel.transducer_header import is_resident
@@ -77,6 +79,16 @@ def test_at_full_size_the_tape_stays_on_an_h200_and_a_step_has_four_hops() -> No
     for target in KNOWN:
         program = compile_program(graph, replace(target, max_rows=8))
         assert program.ring_tiles * N_WARPS * 512 + program.x_bytes + program.misc_bytes < target.shared_bytes
+
+
+def test_the_readme_shows_the_program_as_it_is() -> None:
+    readme = (Path(megakernel.__file__).parent / "README.md").read_text(encoding="utf-8")
+    shown = readme.split("## Transducers", 1)[1].split("```")[1].strip("\n").splitlines()
+    graph = tiny_transducer(width=640, n_tokens=8193, durations=(0, 1, 2, 3, 4))
+    target = next(target for target in KNOWN if target.arch == "sm_90a")
+    lines = dump(compile_program(graph, replace(target, max_rows=8))).splitlines()
+    start = lines.index(shown[0])
+    assert [line.replace("transducer", "parakeet") for line in lines[start : start + len(shown)]] == shown
 
 
 @pytest.mark.parametrize(
