@@ -14,12 +14,12 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -58,6 +58,10 @@ LARGEST_NORM = 1.0  # of the gradient
 LARGE_COST = 3.5  # of encoding in buffers: from here on a batch is halved
 
 
+GENTLE_AUGMENTATION = Augmentation(tempos=(1.0,), noise_share=0.2, narrow_share=0.1, merge_dropout=0.05)
+GENTLE_REGULARISATION = Regularisation(dropout=0.05, token_dropout=0.1, n_frequency_masks=1, n_time_masks=4)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How to train; times in seconds."""
@@ -77,6 +81,22 @@ class Plan:
     report_every_s: float = 25.0
     n_norm_batches: int = 60  # over which the batch norms of the averaged network are measured
     max_steps: int | None = None
+
+
+def gently(plan: Plan) -> Plan:
+    """The same for a network that hears already, but has no second head any more: all alignments at a low rate."""
+    return replace(
+        plan,
+        peak_rate=4e-4,
+        warm_up=0.03,
+        ctc_weight=0.0,
+        path_first=0.0,
+        plain_first=0.0,
+        lengths_s=(4.0, 8.0, 12.0),
+        buffered_share=0.1,
+        average_decay=0.99,
+        report_every_s=120.0,
+    )
 
 
 def rate(plan: Plan, progress: float) -> float:
@@ -283,23 +303,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--seed", type=int, default=4)
+    parser.add_argument("--start", type=Path, help="go on from the network and vocabulary in this folder, gently")
     parser.add_argument("--steps", type=int, help="stop after so many, to try things")
     parser.add_argument("--audio-s", type=float, default=420.0, help="audio of a batch, seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
     plan = Plan(minutes=args.minutes, seed=args.seed, max_steps=args.steps, audio_s=args.audio_s)
+    augmentation, regularisation = Augmentation(), Regularisation()
+    if args.start:
+        plan, augmentation, regularisation = gently(plan), GENTLE_AUGMENTATION, GENTLE_REGULARISATION
     torch.manual_seed(plan.seed)
     utterances = [utterance for folder in args.data for utterance in read_list(folder / "train.jsonl")]
     apart = held_out_speakers(utterances, seed=SPLIT_SEED)
     known = [utterance for utterance in utterances if utterance.speaker not in apart]
     unknown = [utterance for utterance in utterances if utterance.speaker in apart]
     tokenizer = learn_tokenizer((spoken(u.text) for u in known), n_pieces=SIZES.vocabulary_size - 1)
-    augmentation, device = Augmentation(), torch.device(args.device)
+    if args.start:
+        tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
+    device = torch.device(args.device)
     words = read_words(args.words) if args.words else NO_WORDS
     recordings = load(known, augmentation.tempos, device, words)
     held_out = load(unknown, (1.0,), device)
-    learner = Learner(SIZES, Regularisation()).to(device)
+    learner = Learner(SIZES, regularisation).to(device)
+    if args.start:
+        learner.parakeet.load(load_file(args.start / "model.safetensors"))
     n_parameters = sum(parameter.numel() for parameter in learner.parakeet.parameters())
     hours = sum(u.duration_s for u in known) / 3600
     print(f"{n_parameters} parameters, {len(known)} utterances, {hours:.2f} h; held out: {sorted(apart)}", flush=True)
