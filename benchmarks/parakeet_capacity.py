@@ -43,7 +43,7 @@ from vad.audio import SAMPLE_RATE_HZ
 LIMIT_MS = 100.0  # of the 95th percentile
 STEPS = (1, 25, 50, 100, 200, 400, 800)
 N_BISECTIONS = 2
-SETTLE_S = 4.0  # behind a change of the number of callers
+SETTLE_S = 3.0  # behind a change of the number of callers
 MARK = re.compile(r"@(\d+)(!?)")
 MODEL = "parakeet-random"
 START_TIMEOUT_S = 240.0
@@ -513,7 +513,7 @@ def main() -> None:
     parser.add_argument("--caller-processes", type=int, default=6)
     parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS))
     parser.add_argument("--seconds", type=float, default=8.0, help="of each step")
-    parser.add_argument("--packet-ms", type=int, default=40)
+    parser.add_argument("--packet-ms", type=int, default=80)
     parser.add_argument("--chunk-ms", type=int, default=320)
     parser.add_argument("--left-ms", type=int, default=10_000)
     parser.add_argument("--right-ms", type=int, default=1_040)

@@ -90,9 +90,8 @@ class GraphDecoder:
         streams, run = self._of(len(batch), n_rows=sum(n_frames))
         with on(self._stream):
             _fill(streams, batch)
-            emissions = _run(streams, run, n_frames)
+            emissions, jumps = _run(streams, run, n_frames)
             hidden, cell, projected = (x.clone() for x in (streams.hidden, streams.cell, streams.projected))
-            jumps = (streams.frame - streams.n_frames).tolist()  # waits for all of it
         return [
             (emissions[i], TransducerState(hidden[:, i], cell[:, i], projected[i], time_jump=jumps[i]))
             for i in range(len(batch))
@@ -152,19 +151,22 @@ def _fill(streams: _Streams, batch: Sequence[tuple[Tensor, TransducerState]]) ->
     streams.projected[:n] = torch.stack([state.projected for state in states])
 
 
-def _run(streams: _Streams, run: Any, n_frames: Sequence[int]) -> list[list[Emission]]:
-    """Steps until no stream has frames left: what each emits."""
+def _run(streams: _Streams, run: Any, n_frames: Sequence[int]) -> tuple[list[list[Emission]], list[int]]:
+    """Steps until no stream has frames left: what each emits, and how far beyond its frames it has gone.
+
+    The host waits for the device once for all ``STEPS``: where others compute on it too, it is their turn every time.
+    """
     emissions: list[list[Emission]] = [[] for _ in n_frames]
-    has_more = True
-    while has_more:
+    while True:
         run()
         *steps, last = streams.records[:, : len(n_frames)].tolist()
         for step in steps:
             for own, (token, frame, duration, logprob) in zip(emissions, step, strict=True):
                 if token >= 0:
                     own.append(Emission(int(token), int(frame), int(duration), logprob))
-        has_more = any(frame < n for (frame, *_), n in zip(last, n_frames, strict=True))
-    return emissions
+        jumps = [int(frame) - n for (frame, *_), n in zip(last, n_frames, strict=True)]
+        if min(jumps) >= 0:
+            return emissions, jumps
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
