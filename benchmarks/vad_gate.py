@@ -9,9 +9,10 @@ reach into the silence behind them, so that a word may be heard whole and not co
 """
 
 import argparse
+import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,7 +88,8 @@ def main() -> None:
     print(heading("The speech gate on recordings"))
     print(f"One thread. {len(clips)} clips, {sum(seconds(clip.n_samples) for clip in clips) / 60:.0f} minutes.\n")
     _print_non_speech(clips)
-    _print_settings(clips, list(read_clips(arguments.manifest, one_level)))
+    _print_settings(clips)
+    _print_quieter(arguments.manifest, {"at one level": one_level, "at two": detector})
     _print_kinds(clips)
     _print_lost_words(clips)
     _print_hangovers(clips)
@@ -95,11 +97,11 @@ def main() -> None:
     _print_cost(detector)
 
 
-def read_clips(manifest: Path, detector: SpeechDetector) -> Iterator[Clip]:
-    """Every recording but those that test readers of file formats, scored."""
+def read_clips(manifest: Path, detector: SpeechDetector, *, quieter_db: int = 0) -> Iterator[Clip]:
+    """Every recording but those that test readers of file formats, scored at its level or ``quieter_db`` below."""
     for row in map(json.loads, manifest.read_text(encoding="utf-8").splitlines()):
         if row["kind"] != "formats":
-            samples, _ = read_audio(manifest.parent / row["file"])
+            samples = read_audio(manifest.parent / row["file"])[0] * np.float32(10 ** (-quieter_db / 20))
             words = tuple(_timed_word(samples, *word) for word in row.get("words") or () if word[2] > word[1])
             peak_dbfs = 20 * float(np.log10(np.abs(samples).max() + 1e-9))
             yield Clip(row["id"], row["kind"], len(samples), peak_dbfs, words, _score(detector, samples))
@@ -157,26 +159,42 @@ def _print_non_speech(clips: Sequence[Clip]) -> None:
         _print_row(clip.clip_id, f"{clip.peak_dbfs:.0f}", f"{highest:.2f}", n_above, f"{in_spans_s:.2f}")
 
 
-def _print_settings(clips: Sequence[Clip], at_one_level: Sequence[Clip]) -> None:
+def _print_settings(clips: Sequence[Clip]) -> None:
     print("\n## Settings\n")
     _print_row("settings", "words lost", "words not whole", "of", "seconds of non-speech in spans", "spans")
     _print_row(*["---"] * 6)
     for settings in SETTINGS:
-        _print_setting(_name_of(settings), settings, clips)
-    _print_setting("default, the detector at one level", GateSettings(), at_one_level)
+        shares = [
+            _share_inside(word, spans) for clip in clips for spans in [_spans_of(clip, settings)] for word in clip.words
+        ]
+        n_spans = sum(len(_spans_of(clip, settings)) for clip in clips if clip.words)
+        lost, not_whole, in_spans = _count(shares, 0.5), _count(shares, 0.9), f"{_non_speech_s(clips, settings):.1f}"
+        _print_row(_name_of(settings), lost, not_whole, len(shares), in_spans, n_spans)
 
 
-def _print_setting(name: str, settings: GateSettings, clips: Sequence[Clip]) -> None:
-    shares = [
-        _share_inside(word, spans) for clip in clips for spans in [_spans_of(clip, settings)] for word in clip.words
-    ]
-    non_speech_s = sum(
+def _print_quieter(manifest: Path, detectors: Mapping[str, SpeechDetector]) -> None:
+    print("\n## Quieter recordings, default settings\n")
+    _print_row("quieter by", "detector", "words lost", "words not whole", "seconds of non-speech in spans")
+    _print_row(*["---"] * 5)
+    for quieter_db, (name, detector) in itertools.product((0, 6, 12, 24, 36), detectors.items()):
+        clips = list(read_clips(manifest, detector, quieter_db=quieter_db))
+        shares = [
+            _share_inside(word, spans)
+            for clip in clips
+            for spans in [_spans_of(clip, GateSettings())]
+            for word in clip.words
+        ]
+        non_speech = f"{_non_speech_s(clips, GateSettings()):.1f}"
+        _print_row(f"{quieter_db} dB", name, _count(shares, 0.5), _count(shares, 0.9), non_speech)
+
+
+def _non_speech_s(clips: Iterable[Clip], settings: GateSettings) -> float:
+    """Seconds inside spans in the clips that hold no speech."""
+    return sum(
         seconds(span.end_sample - span.start_sample)
         for clip in _of_kind(clips, "nonspeech")
         for span in _spans_of(clip, settings)
     )
-    n_spans = sum(len(_spans_of(clip, settings)) for clip in clips if clip.words)
-    _print_row(name, _count(shares, 0.5), _count(shares, 0.9), len(shares), f"{non_speech_s:.1f}", n_spans)
 
 
 def _name_of(settings: GateSettings) -> str:
