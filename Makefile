@@ -41,6 +41,7 @@ newest: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(call measure,ingest,ingest)
 	$(call measure,doors,doors)
+	$(call measure,door_requests,door_texts --model spelling)
 	$(call measure,door_texts,door_texts)
 	$(call measure,turns,turns)
 	$(call measure,vad_gate,vad_gate)

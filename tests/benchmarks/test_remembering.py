@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 
-from benchmarks.remembering import RememberingDetector, RememberingEngine
+from benchmarks.remembering import SPELT_SAMPLES, RememberingDetector, RememberingEngine, SpellingEngine
 from streaming.capability import Capability
 from streaming.engine import Chunk, DecodeOptions, ModelCard
 from streaming.transcript import Hypothesis, Word
@@ -88,3 +88,33 @@ def test_a_detector_answers_from_memory_as_it_would_anew():
         [(got, got_state)] = remembering.score([(remembering.initial_state(), windows)])
         np.testing.assert_array_equal(got, expected)
         np.testing.assert_array_equal(got_state.memory, state.memory)
+
+
+def spelt(engine, samples, *, start=0, prefix=(), prompt="") -> list[str]:
+    chunk = Chunk(SpeechSpan(start, start + len(samples)), samples, is_final=True, prefix=prefix, prompt=prompt)
+    [hypothesis] = engine.decode([(engine.open(DecodeOptions()), chunk)])
+    return [word.text for word in hypothesis.words]
+
+
+def test_a_speller_writes_the_same_for_the_same_audio_however_much_follows():
+    samples = np.random.default_rng(2).normal(0, 0.1, 10 * SPELT_SAMPLES).astype(np.float32)
+    whole = spelt(SpellingEngine(), samples)
+    assert len(whole) == 10 and len(set(whole)) == 10
+    assert spelt(SpellingEngine(), samples[: 4 * SPELT_SAMPLES + 99]) == whole[:4]
+    assert spelt(SpellingEngine(), samples[3 * SPELT_SAMPLES - 5 :], start=3 * SPELT_SAMPLES - 5) == whole[3:]
+
+
+def test_a_speller_writes_another_text_if_a_sample_or_the_prompt_differs():
+    samples = np.random.default_rng(2).normal(0, 0.1, SPELT_SAMPLES).astype(np.float32)
+    other = samples.copy()
+    other[7] += 1e-6
+    texts = [
+        spelt(SpellingEngine(), heard, prompt=prompt) for heard, prompt in ((samples, ""), (other, ""), (samples, "x"))
+    ]
+    assert len({text for [text] in texts}) == 3
+
+
+def test_a_speller_goes_on_behind_its_prefix():
+    samples = np.random.default_rng(2).normal(0, 0.1, 3 * SPELT_SAMPLES).astype(np.float32)
+    prefix = (Word(" before", 0, SPELT_SAMPLES, None),)
+    assert spelt(SpellingEngine(), samples, prefix=prefix) == spelt(SpellingEngine(), samples)[1:]
