@@ -29,6 +29,7 @@ _LONG_STEP_FRAMES = 128
 _TOGETHER_STEP_FRAMES = 32  # of several buffers, at least, so that their shapes are few enough to be ready beforehand
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)  # buffers of a pass; missing ones are padding too
 _PADDED = [next(batch for batch in _BATCHES if batch >= size) for size in range(_BATCHES[-1] + 1)]  # by buffers
+_MAX_ROWS = 10_240  # buffers x frames of a pass of several: more are no faster, and take memory
 _PASS_COST_FRAMES = 500  # what a pass costs besides, as frames: 0.6B on an H200, 176 to 2816 rows
 
 
@@ -49,7 +50,12 @@ def room_for(n_frames: int, batch: int) -> int:
 
 def shapes(max_frames: int) -> list[tuple[int, int]]:
     """Every (buffers, frames) at which buffers up to ``max_frames`` are encoded."""
-    return sorted({(batch, room_for(n, batch)) for batch in _BATCHES for n in range(1, max_frames + 1)})
+    all_shapes = {(batch, room_for(n, batch)) for batch in _BATCHES for n in range(1, max_frames + 1)}
+    return sorted((batch, room) for batch, room in all_shapes if _is_possible(batch, room))
+
+
+def _is_possible(batch: int, room: int) -> bool:
+    return batch == 1 or batch * room <= _MAX_ROWS
 
 
 def n_frames_of(n_samples: int) -> int:
@@ -70,6 +76,7 @@ def passes(lengths: Sequence[int]) -> list[tuple[int, int, list[int]]]:
         ways = [
             (costs[end - size] + _PASS_COST_FRAMES + _PADDED[size] * room[_PADDED[size]], size)
             for size in range(1, min(end, _BATCHES[-1]) + 1)
+            if _is_possible(_PADDED[size], room[_PADDED[size]])
         ]
         cost, size = min(ways)
         costs.append(cost)

@@ -117,6 +117,7 @@ def test_each_buffer_is_in_one_pass_that_has_room_for_it(lengths: list[int]) -> 
         assert len(indices) <= batch <= 64
         assert room == room_for(max(lengths[index] for index in indices), batch)
         assert (batch, room) in shapes(600)
+        assert batch == 1 or batch * room <= 10_240
 
 
 def test_shapes_that_streams_need_are_few_enough_to_be_ready() -> None:
