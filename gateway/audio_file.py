@@ -133,6 +133,12 @@ def stream_audio(
         yield resampler.flush()
 
 
+def has_header(data: bytes) -> bool:
+    """Whether the first bytes are those of a file that is read here; two alone may be samples as well."""
+    signatures = [(offset, signature) for offset, signature, *_ in media_file.FORMATS if len(signature) > 2]
+    return data[:4] in _READ or any(data[offset:].startswith(signature) for offset, signature in signatures)
+
+
 def n_channels_of(source: Source) -> int:
     """How many channels a file has. Raises as ``read_audio``."""
     with _opened(source, BLOCK_S, None, None) as audio:

@@ -18,9 +18,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
-from gateway.audio_file import AudioFileError, DamagedAudioError, n_channels_of, stream_audio
+from gateway.audio_file import AudioFileError, DamagedAudioError, has_header, n_channels_of, stream_audio
+from gateway.doors.deepgram_options import raw_format
 from gateway.doors.door import AdmissionError, DoorKind, Frame
 from gateway.effects import Close
+from gateway.pcm import AudioFormat
 from gateway.server import PeerGoneError, Server, knock_of
 
 BLOCK_S = 1.0  # of audio decoded and handed to the door at once, so that long recordings need no memory
@@ -33,6 +35,7 @@ class Upload:
 
     data: bytes
     fields: tuple[tuple[str, str], ...] = ()
+    raw: AudioFormat | None = None  # of audio without a header
 
 
 class RequestTransport:
@@ -96,10 +99,10 @@ async def exchange(
         server.check(kind, knock)
         with server.taking_upload():
             upload = await _read_within(request, read, server.max_upload_bytes)
-        n_channels = await _n_channels_of(upload.data)
+        n_channels = await _n_channels_of(upload)
         knock = replace(knock, query=knock.query + upload.fields, n_channels=n_channels)
         admission = kind.open_door(knock, server.house)
-        blocks = await _decoded(upload.data, n_channels if admission.takes_channels else None)
+        blocks = await _decoded(upload, n_channels if admission.takes_channels else None)
     except AdmissionError as error:
         return server.refusal(kind, error, knock)
     transport = RequestTransport(blocks)
@@ -178,7 +181,8 @@ async def read_body(request: Request) -> Upload:
     """A request whose body is the recording."""
     if request.headers.get("content-type", "").startswith("application/json"):
         raise AdmissionError(400, "unsupported_source", "recordings are not fetched from a url here: send their bytes")
-    return Upload(await request.body())
+    data = await request.body()
+    return Upload(data, raw=None if has_header(data) else raw_format(knock_of(request)))
 
 
 async def read_form(request: Request) -> Upload:
@@ -196,16 +200,18 @@ async def read_form(request: Request) -> Upload:
         raise AdmissionError(400, "invalid_form", f"not a form that can be read: {error.detail}") from error
 
 
-async def _n_channels_of(data: bytes) -> int:
+async def _n_channels_of(upload: Upload) -> int:
+    if upload.raw is not None:
+        return upload.raw.n_channels
     try:
-        return await asyncio.to_thread(n_channels_of, io.BytesIO(data))
+        return await asyncio.to_thread(n_channels_of, io.BytesIO(upload.data))
     except AudioFileError as error:
         raise AdmissionError(400, "invalid_file", str(error), param="file") from error
 
 
-async def _decoded(data: bytes, n_channels: int | None) -> Iterator[NDArray[np.float32]]:
+async def _decoded(upload: Upload, n_channels: int | None) -> Iterator[NDArray[np.float32]]:
     """The file's samples at 16 kHz in blocks, mono, or ``n_channels`` interleaved; the first one decoded already."""
-    blocks = stream_audio(io.BytesIO(data), block_s=BLOCK_S) if n_channels is None else _interleaved(data, n_channels)
+    blocks = _channel(upload, None) if n_channels is None else _interleaved(upload, n_channels)
     try:
         first = await asyncio.to_thread(next, blocks)
     except AudioFileError as error:
@@ -213,8 +219,12 @@ async def _decoded(data: bytes, n_channels: int | None) -> Iterator[NDArray[np.f
     return itertools.chain([first], blocks)
 
 
-def _interleaved(data: bytes, n_channels: int) -> Iterator[NDArray[np.float32]]:
+def _channel(upload: Upload, channel: int | None) -> Iterator[NDArray[np.float32]]:
+    return stream_audio(io.BytesIO(upload.data), block_s=BLOCK_S, raw=upload.raw, channel=channel)
+
+
+def _interleaved(upload: Upload, n_channels: int) -> Iterator[NDArray[np.float32]]:
     """All channels, each decoded by itself."""
-    channels = [stream_audio(io.BytesIO(data), block_s=BLOCK_S, channel=index) for index in range(n_channels)]
+    channels = [_channel(upload, index) for index in range(n_channels)]
     for blocks in zip(*channels, strict=True):
         yield np.stack(blocks, axis=1).ravel()

@@ -142,6 +142,17 @@ def live_audio(knock: Knock) -> LiveAudio:
     return LiveAudio(ENCODINGS[encoding], sample_rate_hz, n_channels, is_multichannel)
 
 
+def raw_format(knock: Knock) -> AudioFormat | None:
+    """The format of a recording without a header, where the query gives one. Raises ``AdmissionError``."""
+    encoding = ENCODINGS.get(knock.param("encoding") or "")
+    if encoding is None or not knock.param("sample_rate"):
+        return None
+    try:
+        return AudioFormat(encoding, _integer(knock, "sample_rate", None), _integer(knock, "channels", 1))
+    except ValueError as error:
+        raise _refused("sample_rate", str(error)) from error
+
+
 def _decoded_audio(knock: Knock, encoding: str | None) -> LiveAudio:
     if encoding is not None and not has_codecs():
         raise _refused("encoding", f"encoding {encoding} is not decoded here, where senseway[media] is not installed")

@@ -203,3 +203,27 @@ def test_each_channel_of_a_recording_has_its_own_transcript_where_that_is_asked_
         body = httpx2.post(url, content=file.getvalue(), timeout=DEADLINE_S).json()
         texts = [channel["alternatives"][0]["transcript"] for channel in body["results"]["channels"]]
         assert texts == expected and body["metadata"]["channels"] == len(expected)
+
+
+@pytest.mark.parametrize("encoding", ["linear16", "mulaw"])
+def test_a_recording_without_a_header_is_read_in_the_format_of_its_query(address: str, encoding: str) -> None:
+    data = speech(2.0)
+    if encoding == "mulaw":
+        file = io.BytesIO()
+        soundfile.write(file, np.frombuffer(data, "<i2"), 16_000, format="RAW", subtype="ULAW")
+        data = file.getvalue()
+    url = f"http://{address}/v1/listen?model=nova-3&encoding={encoding}&sample_rate=16000"
+    for content in (data, wav(speech(2.0))):  # one with a header says itself what it is
+        body = httpx2.post(url, content=content, timeout=DEADLINE_S).json()
+        assert body["results"]["channels"][0]["alternatives"][0]["transcript"] == "it was the best of times"
+
+
+def test_channels_of_a_recording_without_a_header_are_told_apart(address: str) -> None:
+    said = np.frombuffer(speech(2.0), "<i2")
+    url = f"http://{address}/v1/listen?model=nova-3&encoding=linear16&sample_rate=16000&channels=2&multichannel=true"
+    content = np.stack([np.zeros_like(said), said], axis=1).tobytes()
+    body = httpx2.post(url, content=content, timeout=DEADLINE_S).json()
+    texts = [channel["alternatives"][0]["transcript"] for channel in body["results"]["channels"]]
+    assert texts == ["", "it was the best of times"]
+    refused = httpx2.post(url.replace("16000", "7"), content=content, timeout=DEADLINE_S)
+    assert refused.status_code == 400 and "7" in refused.json()["err_msg"]
