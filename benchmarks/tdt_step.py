@@ -25,9 +25,10 @@ from torch import Tensor
 from benchmarks.report import heading
 from megakernel.compile import compile_program
 from megakernel.device import find_device, target_for
+from megakernel.isa import MAX_SLOTS
 from megakernel.mailbox import DoneRecord, EmissionRecord
 from megakernel.predict import predict
-from megakernel.request import TransducerRequest
+from megakernel.request import FramePart, TransducerRequest
 from megakernel.runtime import Runtime
 from megakernel.transducer_header import MAX_KERNEL_ROWS
 from models.parakeet import graph_decoder
@@ -86,7 +87,7 @@ def ours(runtime: Runtime, n_slots: int, n_frames: int) -> Run:
     tokens, steps = [0] * n_slots, [0] * n_slots
     began_s = time.perf_counter()
     for slot in range(n_slots):
-        runtime.open(slot, TransducerRequest(n_frames, begins=True))
+        runtime.open(slot, TransducerRequest((FramePart(n_frames, begins=True, seat=slot),)))
     runtime.burst()
     n_done = 0
     while n_done < n_slots:
@@ -154,7 +155,7 @@ def load_ours(model: Parakeet, frames: Tensor, cache: Path, rows: int) -> Megake
     """With so many rows a step, and ``frames`` in its slots."""
     device = find_device()
     target = replace(target_for(device), max_rows=rows)
-    decoder = decoder_on(model, device, cache=cache, n_frames=N_FRAMES, target=target)
+    decoder = decoder_on(model, device, cache=cache, n_frames=N_FRAMES, n_seats=MAX_SLOTS, target=target)
     decoder._buffers.frames.copy_(frames)
     torch.cuda.synchronize()
     return decoder
@@ -184,7 +185,7 @@ def _ours(model: Parakeet, frames: Tensor, cache: Path, rows: int) -> None:
     decoder = load_ours(model, frames, cache, rows)
     runtime = decoder._runtime
     assert isinstance(runtime, Runtime)
-    graph = transducer_graph(V3, n_frames=N_FRAMES)
+    graph = transducer_graph(V3, n_frames=N_FRAMES, n_seats=MAX_SLOTS)
     prediction = predict(compile_program(graph, replace(target_for(find_device()), max_rows=rows)))
     print(f"## Megakernel, {rows} rows a step\n\nPredicted: {prediction.step_us:.1f} µs a step with a token.\n")
     print("| streams | µs a token | µs a step | tokens a step |")

@@ -48,9 +48,9 @@ class TransducerNetwork:
 class TransducerMemory:
     """What slots keep from step to step. A step writes into all but ``frames`` and ``state_in``."""
 
-    frames: Floats  # [slot, n_frames, width] bfloat16
-    state_in: Floats  # [slot, layer, 2, units] outputs, cells
-    state_out: Floats  # [slot, layer, 2, units]
+    frames: Floats  # [seat, n_frames, width] bfloat16
+    state_in: Floats  # [seat, layer, 2, units] outputs, cells
+    state_out: Floats  # [seat, layer, 2, units]
     kept: Floats  # [slot, layer, units, GATES] recurrent products
     predicted: Floats  # [slot, width] bfloat16
 
@@ -58,8 +58,9 @@ class TransducerMemory:
     def empty(sizes: Sizes) -> "TransducerMemory":
         """Nothing written yet: not a number anywhere."""
         assert sizes.transducer is not None, "a transducer's sizes"
-        n_slots, state = sizes.max_slots, (sizes.max_slots, sizes.n_layers, 2, sizes.width)
-        frames = (n_slots, sizes.transducer.n_frames, sizes.width)
+        n_slots, n_seats = sizes.max_slots, sizes.transducer.n_seats
+        state = (n_seats, sizes.n_layers, 2, sizes.width)
+        frames = (n_seats, sizes.transducer.n_frames, sizes.width)
         kept = (n_slots, sizes.n_layers, sizes.width, GATES)
         shapes = (frames, state, state, kept, (n_slots, sizes.width))
         return TransducerMemory(*(np.full(shape, np.nan, np.float32) for shape in shapes))
@@ -92,7 +93,7 @@ def evaluate_transducer(
                 own = [(row.slot, row.frame) for row in rows]
                 if not own:
                     continue
-                frames = np.stack([memory.frames[at] for at in own])
+                frames = np.stack([memory.frames[_seat(slots, slot), frame] for slot, frame in own])
                 x = numbers.joint_rows(frames, memory.predicted[[slot for slot, _ in own]])
                 logits = numbers.linear_sums(x, network.weights[op.name]) + network.biases[op.name]
     return logits
@@ -107,11 +108,11 @@ def _lstm(
     x: Floats | None,  # [stepping slots, k]
 ) -> Floats:
     """[units] one slot's outputs."""
-    slot = slots[index]
+    slot, seat = slots[index], _seat(slots, index)
     assert slot is not None, "an active slot"
     if slot.resumes or slot.feed is Feed.STATE:
         state = memory.state_out if slot.resumes else memory.state_in
-        outputs, cells = numbers.round_bf16(state[index, op.layer, 0]), state[index, op.layer, 1]
+        outputs, cells = numbers.round_bf16(state[seat, op.layer, 0]), state[seat, op.layer, 1]
     else:
         is_new = np.float32(0) if slot.is_new else None
         kept = memory.kept[index, op.layer] if is_new is None else np.zeros((op.n // GATES, GATES), np.float32)
@@ -121,10 +122,16 @@ def _lstm(
             own = [i for i, other in enumerate(slots) if other is not None and other.has_step].index(index)
             sums = numbers.linear_sums(x[own : own + 1], network.weights[op.name]).reshape(-1, GATES)
             gates = (sums + kept) + network.biases[op.name].reshape(-1, GATES)
-        before = memory.state_out[index, op.layer, 1] if is_new is None else np.zeros(len(gates), np.float32)
+        before = memory.state_out[seat, op.layer, 1] if is_new is None else np.zeros(len(gates), np.float32)
         outputs, cells = numbers.lstm_cells(gates, before)
-    memory.state_out[index, op.layer] = outputs, cells
+    memory.state_out[seat, op.layer] = outputs, cells
     return outputs
+
+
+def _seat(slots: Slots, index: int) -> int:
+    slot = slots[index]
+    assert slot is not None, "an active slot"
+    return slot.part.seat
 
 
 def run_step(

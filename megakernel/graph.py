@@ -215,8 +215,10 @@ def _verify_transducer(graph: Graph) -> None:
     own = graph.sizes.transducer
     if own is None:
         return
-    if own.n_frames < 1 or own.max_symbols < 1 or not 0 <= own.blank < graph.sizes.n_tokens:
-        rule = f"{own.n_frames} frames, {own.max_symbols} tokens at a frame, blank {own.blank}: at least 1, 1, a token"
+    least = min(own.n_frames, own.n_seats, own.max_symbols)
+    if least < 1 or not 0 <= own.blank < graph.sizes.n_tokens:
+        sizes = f"{own.n_frames} frames, {own.n_seats} seats, {own.max_symbols} tokens at a frame, blank {own.blank}"
+        rule = f"{sizes}: at least 1, 1, 1, and one of the tokens"
         raise CompileError(STAGE, graph.name, rule)
     if not 1 <= len(own.durations) <= GRANULE_ROWS or not all(0 <= d < EXTRA_DURATIONS for d in own.durations):
         rule = f"durations {own.durations}: 1 to {GRANULE_ROWS}, each from 0 to {EXTRA_DURATIONS - 1}"

@@ -57,8 +57,8 @@ class TransducerDevice:
 
     memory: DeviceMemory  # tape and aux; the rest is empty
     table: Floats  # [n_tokens, units, GATES]
-    frames: NDArray[np.uint16]  # [slot, n_frames, width] bits of bfloat16
-    state_in: Floats  # [slot, layer, 2, units] outputs, cells
+    frames: NDArray[np.uint16]  # [seat, n_frames, width] bits of bfloat16
+    state_in: Floats  # [seat, layer, 2, units] outputs, cells
     state_out: Floats  # the same
 
 
@@ -78,8 +78,8 @@ def transducer_device(program: Program, constants: Mapping[str, Floats]) -> Tran
         cross_cache=no_bits,
         scores=nothing,
     )
-    state = (sizes.max_slots, sizes.n_layers, 2, sizes.width)
-    frames = (sizes.max_slots, sizes.transducer.n_frames, sizes.width)
+    state = (sizes.transducer.n_seats, sizes.n_layers, 2, sizes.width)
+    frames = (sizes.transducer.n_seats, sizes.transducer.n_frames, sizes.width)
     return TransducerDevice(
         memory=memory,
         table=fold_table(first, constants),
@@ -219,14 +219,14 @@ class _TransducerSm(Sm):
         before = np.stack([self._before(layer, own, index) for index in self.stepping])
         outputs, cells = numbers.lstm_cells(gates, before)
         for row, index in enumerate(self.stepping):
-            slot = self._slot(index)
+            slot, seat = self._slot(index), self._slot(index).part.seat
             if slot.resumes or slot.feed is Feed.STATE:
                 state = self.own.state_out if slot.resumes else self.own.state_in
                 outputs[row], cells[row] = (
-                    numbers.round_bf16(state[index, layer, 0, units]),
-                    state[index, layer, 1, units],
+                    numbers.round_bf16(state[seat, layer, 0, units]),
+                    state[seat, layer, 1, units],
                 )
-            self.own.state_out[index, layer, :, units] = np.stack([outputs[row], cells[row]])
+            self.own.state_out[seat, layer, :, units] = np.stack([outputs[row], cells[row]])
             self.cells[layer, index, own] = cells[row]
         pairs = units.start // 2 + np.arange(n_units // 2)
         out = self._all_row_words(words[Phase.OUTPUT], words[Phase.N] // GATES, self.stepping, pairs)
@@ -302,7 +302,8 @@ class _TransducerSm(Sm):
             wait = Wait(read, self.predicted_tag[index], self.name)
             yield wait
             predicted[index] = numbers.unpack_pairs(self.exchange.take(self.index, wait))
-        frames = self.own.frames[[row.slot for row in self.frame_rows], [row.frame for row in self.frame_rows]]
+        seats = [self._slot(row.slot).part.seat for row in self.frame_rows]
+        frames = self.own.frames[seats, [row.frame for row in self.frame_rows]]
         return numbers.joint_rows(numbers.from_bits(frames), np.stack([predicted[row.slot] for row in self.frame_rows]))
 
     def _best_words(self, words: list[int], n_rows: int, offset: Phase = Phase.OUTPUT) -> Words:

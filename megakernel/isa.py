@@ -131,12 +131,23 @@ NO_WATCH = 0xFFFFFFFF
 
 
 class FrameRequest(IntEnum):
-    """Words of a transducer's request. It has no tokens; frames and state lie in memory of their own."""
+    """Words of a transducer's request's head. Behind it, in place of tokens, its parts lie one after the other."""
 
-    N_FRAMES = 0  # of the slot's frames, from the first
-    FIRST_FRAME = 1  # to look at
-    BEGINS = 2  # 1: the predictor has seen nothing yet; 0: it goes on from STATE_IN
+    N_PARTS = 0
     TICKET = 13  # as in Request
+
+
+class FramePart(IntEnum):
+    """Words of a part: frames of one stream, decoded to their end before the next part begins."""
+
+    SEAT = 0  # where frames and states lie
+    N_FRAMES = 1  # of the seat's frames, from the first
+    FIRST_FRAME = 2  # to look at
+    BEGINS = 3  # 1: the predictor has seen nothing yet; 0: it goes on from STATE_IN
+
+
+PART_WORDS = 4
+MAX_PARTS = REQUEST_TOKENS // PART_WORDS
 
 
 class RequestFlag(IntFlag):
@@ -188,6 +199,7 @@ class RecordKind(IntEnum):
     DONE = 3
     LEFT = 4  # the kernel has left; nothing follows
     EMISSION = 5  # a transducer's token: VALUE its log-probability, EXTRA its frame x EXTRA_DURATIONS + its duration
+    PART = 6  # a transducer's part of a request is done, and was not the last: EXTRA frames past its last one
 
 
 EXTRA_DURATIONS = 256  # durations that fit into EXTRA beside the frame
@@ -238,9 +250,9 @@ class Parameter(IntEnum):
     COMMANDS = 26  # commands carried out before this launch
     RECORDS = 27  # records written before this launch
     RESIDUAL = 28  # graph mode: [n_sms, MAX_ROWS, residual elements] float between phases
-    FRAMES = 29  # [slot, n_frames, width] bfloat16
+    FRAMES = 29  # [seat, n_frames, width] bfloat16
     TABLE = 30  # [n_tokens, unit, GATES] float: what the first LSTM adds for its input
-    STATE_IN = 31  # [slot, layer, 2, unit] float: outputs and cells that a request goes on from
+    STATE_IN = 31  # [seat, layer, 2, unit] float: outputs and cells that a part goes on from
     STATE_OUT = 32  # the same, behind the last step
 
 
@@ -294,6 +306,7 @@ def isa_header() -> str:
         Partial,
         Request,
         FrameRequest,
+        FramePart,
         RequestFlag,
         Command,
         CommandKind,

@@ -107,10 +107,10 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransducerBuffers:
-    """What a transducer's slots read, which is the callers' to fill, and what they leave."""
+    """What a transducer's seats hold, which is the callers' to fill, and what they leave."""
 
-    frames: torch.Tensor  # [slot, n_frames, width] bfloat16
-    state_in: torch.Tensor  # [slot, layer, 2, units] float32: outputs and cells
+    frames: torch.Tensor  # [seat, n_frames, width] bfloat16
+    state_in: torch.Tensor  # [seat, layer, 2, units] float32: outputs and cells
     state_out: torch.Tensor  # the same; whole once the kernel has left
 
 
@@ -336,9 +336,9 @@ def _transducer_buffers(program: Program, on: torch.device) -> TransducerBuffers
     sizes, transducer = program.sizes, program.sizes.transducer
     if transducer is None:
         return None
-    state = (sizes.max_slots, sizes.n_layers, 2, sizes.width)
+    state = (transducer.n_seats, sizes.n_layers, 2, sizes.width)
     return TransducerBuffers(
-        frames=torch.zeros((sizes.max_slots, transducer.n_frames, sizes.width), dtype=torch.bfloat16, device=on),
+        frames=torch.zeros((transducer.n_seats, transducer.n_frames, sizes.width), dtype=torch.bfloat16, device=on),
         state_in=torch.zeros(state, device=on),
         state_out=torch.zeros(state, device=on),
     )

@@ -111,6 +111,16 @@ class EmissionRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class PartRecord:
+    """A part of a transducer's request is done, and the next one begins. ``n_past``: frames past its last one."""
+
+    slot: int
+    ticket: int
+    n_past: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class LeftRecord:
     """The kernel has left; nothing follows until the next launch."""
 
@@ -118,7 +128,7 @@ class LeftRecord:
     step: int
 
 
-SlotRecord = TokenRecord | SegmentRecord | EmissionRecord | DoneRecord
+SlotRecord = TokenRecord | SegmentRecord | EmissionRecord | PartRecord | DoneRecord
 Record = SlotRecord | LeftRecord
 
 
@@ -144,6 +154,8 @@ def decode_record(words: NDArray[np.uint32]) -> Record:  # [RECORD_WORDS]
         case RecordKind.EMISSION:
             frame, duration = divmod(body[isa.Record.EXTRA], isa.EXTRA_DURATIONS)
             return EmissionRecord(slot, ticket, token, _as_float(value), frame, duration, step)
+        case RecordKind.PART:
+            return PartRecord(slot, ticket, body[isa.Record.EXTRA], step)
         case RecordKind.DONE:
             return DoneRecord(slot, ticket, EndReason(token), _as_float(value), body[isa.Record.EXTRA], step)
         case _:
@@ -207,6 +219,12 @@ class Mailbox:
     def clear_beat(self) -> None:
         """To be called before a launch."""
         self._beat[0] = 0
+
+    @property
+    def has_record(self) -> bool:
+        """Whether the next record has begun to come."""
+        place = self.n_records % isa.RECORD_SLOTS
+        return int(self._records[place, isa.Record.FIRST_SEQUENCE]) == (self.n_records + 1) & _WORD_MASK
 
     def take_records(self) -> list[Record]:
         """Whole records that were not taken yet, in order."""

@@ -15,7 +15,8 @@ from .isa import GRANULE_ROWS
 class Transducer:
     """What a step over a slot's frames has beside the sizes of every step."""
 
-    n_frames: int  # of a slot, at most
+    n_frames: int  # of a seat, at most
+    n_seats: int  # for streams' frames and states; a slot takes one after the other
     blank: int  # the token that stands for none
     durations: tuple[int, ...]  # frames to go on by; what the joint's outputs behind the tokens stand for
     max_symbols: int  # tokens at one frame, after which the next frame is forced

@@ -102,12 +102,20 @@ def decode_request(words: NDArray[np.uint32]) -> tuple[Request, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class TransducerRequest:
-    """Frames to be decoded that lie in the slot's memory, as does the state to go on from unless it ``begins``."""
+class FramePart:
+    """Frames of one stream that lie in a seat, as does the state to go on from unless it ``begins``."""
 
     n_frames: int
     first_frame: int = 0  # those before are passed over
     begins: bool = False  # behind no text at all
+    seat: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TransducerRequest:
+    """Parts that a slot decodes one after the other, each in a seat of its own."""
+
+    parts: tuple[FramePart, ...]
 
 
 AnyRequest = Request | TransducerRequest
@@ -124,25 +132,38 @@ def encode_transducer_request(request: TransducerRequest, *, ticket: int, sizes:
     """The words of ``request``: [REQUEST_WORDS].
 
     Raises:
-        RequestError: if it has more frames than a slot holds.
+        RequestError: if it has no or too many parts, or one has more frames than a seat holds.
     """
     if sizes.transducer is None:
         raise RequestError("the program is no transducer's: it takes tokens, not frames")
-    _in_range("n_frames", request.n_frames, 0, sizes.transducer.n_frames)
-    _in_range("first_frame", request.first_frame, 0, request.n_frames)
+    _in_range("parts", len(request.parts), 1, isa.MAX_PARTS)
     words = np.zeros(isa.REQUEST_WORDS, np.uint32)
-    words[isa.FrameRequest.N_FRAMES] = request.n_frames
-    words[isa.FrameRequest.FIRST_FRAME] = request.first_frame
-    words[isa.FrameRequest.BEGINS] = request.begins
+    words[isa.FrameRequest.N_PARTS] = len(request.parts)
     words[isa.FrameRequest.TICKET] = ticket
+    parts = words[isa.REQUEST_HEAD_WORDS :].reshape(-1, isa.PART_WORDS)
+    for to, part in zip(parts, request.parts, strict=False):
+        _in_range("n_frames", part.n_frames, 0, sizes.transducer.n_frames)
+        _in_range("first_frame", part.first_frame, 0, part.n_frames)
+        _in_range("seat", part.seat, 0, sizes.transducer.n_seats - 1)
+        to[isa.FramePart.SEAT], to[isa.FramePart.N_FRAMES] = part.seat, part.n_frames
+        to[isa.FramePart.FIRST_FRAME], to[isa.FramePart.BEGINS] = part.first_frame, part.begins
     return words
 
 
 def decode_transducer_request(words: NDArray[np.uint32]) -> tuple[TransducerRequest, int]:
     """The request whose words [REQUEST_WORDS] these are, and its ticket."""
-    head = {word: int(words[word]) for word in isa.FrameRequest}
-    n_frames, first_frame = head[isa.FrameRequest.N_FRAMES], head[isa.FrameRequest.FIRST_FRAME]
-    return TransducerRequest(n_frames, first_frame, bool(head[isa.FrameRequest.BEGINS])), head[isa.FrameRequest.TICKET]
+    n_parts = int(words[isa.FrameRequest.N_PARTS])
+    parts = words[isa.REQUEST_HEAD_WORDS :].reshape(-1, isa.PART_WORDS)[:n_parts].tolist()
+    return TransducerRequest(tuple(map(_decode_part, parts))), int(words[isa.FrameRequest.TICKET])
+
+
+def _decode_part(words: list[int]) -> FramePart:
+    return FramePart(
+        n_frames=words[isa.FramePart.N_FRAMES],
+        first_frame=words[isa.FramePart.FIRST_FRAME],
+        begins=bool(words[isa.FramePart.BEGINS]),
+        seat=words[isa.FramePart.SEAT],
+    )
 
 
 def _check(request: Request, sizes: Sizes, n_rules: int) -> None:

@@ -119,13 +119,21 @@ class Runtime:
         n_rules: int,
         mode: Mode = Mode.LOOP,
         is_resident: bool = False,
+        idle_ns: int = IDLE_NS,
+        spin_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``launches`` may have served another runtime, if its kernel has left: whatever is left of that is dropped.
 
         A resident kernel stays when it is idle, so that a request finds it there. Its program should be made for fewer
         SMs than the GPU has: nobody else gets the others.
+
+        ``idle_ns``: without an open slot after which a kernel that is not resident leaves. With 0 it leaves at once,
+        which is quicker than being asked to. ``spin_s``: how long ``wait`` looks for records without sleeping and
+        without a call of the driver, behind each of which another thread may have the interpreter.
         """
+        self._idle_ns = RESIDENT_IDLE_NS if is_resident else idle_ns
+        self._spin_s = spin_s
         self.mode = mode
         self._is_resident = is_resident
         self.faults: list[Fault] = []
@@ -217,6 +225,9 @@ class Runtime:
     def wait(self, timeout_s: float) -> list[SlotRecord]:
         """``records`` as soon as there are any, or when no slot is open, or after ``timeout_s``."""
         deadline_s = self._clock() + timeout_s
+        spin_until_s = self._clock() + self._spin_s
+        while self._is_running and not self._mailbox.has_record and self._clock() < spin_until_s:
+            pass
         while not (records := self.records()) and self._slots and self._clock() < deadline_s:
             time.sleep(_POLL_S)
         return records
@@ -230,7 +241,7 @@ class Runtime:
         """
         if self._slots:
             raise RequestError(f"{len(self._slots)} slots are open: the kernel stays for them")
-        if self._is_running:
+        if self._is_running and self._idle_ns > 0:
             self._ask_to_leave()
         while self._is_running:
             self.records()
@@ -307,7 +318,7 @@ class Runtime:
             n_commands=self._mailbox.n_carried_out,
             n_records=self._mailbox.n_records,
             max_steps=max_steps,
-            idle_ns=RESIDENT_IDLE_NS if self._is_resident else IDLE_NS,
+            idle_ns=self._idle_ns,
             spin_ns=SPIN_NS,
         )
         self._fill_control(start)

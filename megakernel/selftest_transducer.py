@@ -17,7 +17,7 @@ from .launcher import Launcher
 from .mailbox import EmissionRecord, SlotRecord
 from .ops import FusedJoint, FusedLinear, FusedLstm, FusedRecurrence, Transducer
 from .program import Program
-from .request import TransducerRequest
+from .request import FramePart, TransducerRequest
 from .runtime import Runtime
 from .upload import Constants
 
@@ -51,7 +51,9 @@ def ensure_transducer_right(runtime: Runtime, launcher: Launcher, constants: Con
         frames[slot] *= scale
     torch.cuda.synchronize(frames.device)
     lengths = [min(n, frames.shape[1]) for n in _N_FRAMES[: program.sizes.max_slots]]
-    records = _run(runtime, [TransducerRequest(n_frames, begins=True) for n_frames in lengths])
+    records = _run(
+        runtime, [TransducerRequest((FramePart(n, begins=True, seat=seat),)) for seat, n in enumerate(lengths)]
+    )
     for slot, n_frames in enumerate(lengths):
         said = [record for record in records if isinstance(record, EmissionRecord) and record.slot == slot]
         compare(program, constants, frames[slot, :n_frames].float(), said)

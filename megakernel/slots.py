@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from .errors import FaultError, RequestError
 from .isa import REQUEST_TOKENS
-from .mailbox import DoneRecord, EmissionRecord, LeftRecord, Record, SegmentRecord, SlotRecord, TokenRecord
+from .mailbox import DoneRecord, EmissionRecord, LeftRecord, PartRecord, Record, SegmentRecord, SlotRecord, TokenRecord
 from .request import AnyRequest, Request
 
 _LARGEST_TICKET = 0xFFFFFFFF
@@ -27,6 +27,8 @@ class OpenSlot:
     n_segments_again: int = 0  # that came since the request last began
     emissions: list[tuple[int, int]] = field(default_factory=list)  # token and frame of those delivered
     n_emissions_again: int = 0  # that came since the request last began
+    n_parts: int = 0  # delivered
+    n_parts_again: int = 0  # that came since the request last began
 
 
 class OpenSlots:
@@ -83,6 +85,8 @@ class OpenSlots:
                 return self._is_new_segment(record)
             case EmissionRecord():
                 return self._is_new_emission(record)
+            case PartRecord():
+                return self._is_new_part(record)
             case DoneRecord():
                 return self._is_new_end(record)
 
@@ -122,6 +126,16 @@ class OpenSlots:
         state.n_segments += 1
         return True
 
+    def _is_new_part(self, record: PartRecord) -> bool:
+        state = self._of(record)
+        if state is None:
+            return False
+        state.n_parts_again += 1
+        if state.n_parts_again <= state.n_parts:
+            return False
+        state.n_parts += 1
+        return True
+
     def _is_new_emission(self, record: EmissionRecord) -> bool:
         state = self._of(record)
         if state is None:
@@ -141,7 +155,7 @@ class OpenSlots:
     def replays(self) -> list[tuple[int, OpenSlot]]:
         """Slot and state of every open request, whose ``request`` now drafts what it has delivered."""
         for state in self._open.values():
-            state.n_segments_again = state.n_emissions_again = 0
+            state.n_segments_again = state.n_emissions_again = state.n_parts_again = 0
             if isinstance(state.request, Request):
                 state.request = replace(state.request, draft=_draft(state, state.request))
         return sorted(self._open.items())

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from . import isa, numbers
 from .ops import Sizes, Transducer
 from .pick import SelectError, float32
-from .request import TransducerRequest, decode_transducer_request
+from .request import FramePart, TransducerRequest, decode_transducer_request
 from .select import Emitted
 
 NO_TOKEN = 0xFFFFFFFF  # of an SM without tokens
@@ -91,12 +91,19 @@ class Slot:
     is_new: bool = False  # the predictor has seen nothing: what it remembers counts as zeros
     resumes: bool = False  # a launch has ended: first of all outputs and cells are those of STATE_OUT
     n_symbols: int = 0  # at this frame
+    index: int = 0  # of the part under way
 
     @staticmethod
-    def of(request: TransducerRequest, ticket: int, transducer: Transducer) -> "Slot":
-        """A slot as it is opened: the predictor begins with a blank."""
-        feed = Feed.TOKEN if request.begins else Feed.STATE
-        return Slot(request, ticket, request.first_frame, feed, transducer.blank, is_new=request.begins)
+    def of(request: TransducerRequest, ticket: int, transducer: Transducer, index: int = 0) -> "Slot":
+        """A slot at the begin of a part: the predictor begins with a blank."""
+        part = request.parts[index]
+        feed = Feed.TOKEN if part.begins else Feed.STATE
+        return Slot(request, ticket, part.first_frame, feed, transducer.blank, is_new=part.begins, index=index)
+
+    @property
+    def part(self) -> FramePart:
+        """The one under way."""
+        return self.request.parts[self.index]
 
     @property
     def has_step(self) -> bool:
@@ -106,7 +113,7 @@ class Slot:
     @property
     def has_rows(self) -> bool:
         """Whether frames are looked at in the next step."""
-        return self.frame < self.request.n_frames and not (self.resumes and self.feed is Feed.TOKEN)
+        return self.frame < self.part.n_frames and not (self.resumes and self.feed is Feed.TOKEN)
 
     def relaunched(self) -> "Slot":
         """As it goes on in another launch: what SMs had at hand is lost."""
@@ -131,7 +138,7 @@ def rows_of_step(slots: Slots, max_rows: int) -> tuple[FrameRow, ...]:
     return tuple(
         FrameRow(index, frame)
         for index, slot in own
-        for frame in range(slot.frame, min(slot.frame + max_rows // len(own), slot.request.n_frames))
+        for frame in range(slot.frame, min(slot.frame + max_rows // len(own), slot.part.n_frames))
     )
 
 
@@ -198,13 +205,16 @@ def _accept_rows(
         n_ahead = max(duration, 1) if n_symbols == transducer.max_symbols else duration
         n_symbols = 0 if n_ahead else n_symbols
         slot = replace(slot, frame=slot.frame + n_ahead, n_symbols=n_symbols, feed=Feed.TOKEN, token=pick.token)
-    if slot.feed is Feed.NOTHING and slot.frame >= slot.request.n_frames:
+    if slot.feed is not Feed.NOTHING or slot.frame < slot.part.n_frames:
+        return slot, told
+    if slot.index + 1 == len(slot.request.parts):
         return None, [*told, _done(index, slot, isa.EndReason.FRAMES)]
-    return slot, told
+    told.append(Emitted(isa.RecordKind.PART, index, slot.ticket, 0, 0, slot.frame - slot.part.n_frames))
+    return Slot.of(slot.request, slot.ticket, transducer, slot.index + 1), told
 
 
 def _done(index: int, slot: Slot, reason: isa.EndReason) -> Emitted:
-    n_past = max(slot.frame - slot.request.n_frames, 0)
+    n_past = max(slot.frame - slot.part.n_frames, 0)
     return Emitted(isa.RecordKind.DONE, index, slot.ticket, reason, 0.0, n_past)
 
 

@@ -23,6 +23,8 @@
 #define REQUEST_TOKENS 496
 #define REQUEST_WORDS 512
 #define NO_WATCH 4294967295u
+#define PART_WORDS 4
+#define MAX_PARTS 124
 #define COMMAND_WORDS 4
 #define COMMAND_SLOTS 64
 #define EXTRA_DURATIONS 256
@@ -114,10 +116,15 @@ enum Request : unsigned {
 };
 
 enum FrameRequest : unsigned {
-    FRAME_REQUEST_N_FRAMES = 0,
-    FRAME_REQUEST_FIRST_FRAME = 1,
-    FRAME_REQUEST_BEGINS = 2,
+    FRAME_REQUEST_N_PARTS = 0,
     FRAME_REQUEST_TICKET = 13,
+};
+
+enum FramePart : unsigned {
+    FRAME_PART_SEAT = 0,
+    FRAME_PART_N_FRAMES = 1,
+    FRAME_PART_FIRST_FRAME = 2,
+    FRAME_PART_BEGINS = 3,
 };
 
 enum RequestFlag : unsigned {
@@ -155,6 +162,7 @@ enum RecordKind : unsigned {
     RECORD_KIND_DONE = 3,
     RECORD_KIND_LEFT = 4,
     RECORD_KIND_EMISSION = 5,
+    RECORD_KIND_PART = 6,
 };
 
 enum EndReason : unsigned {

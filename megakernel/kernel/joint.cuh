@@ -20,15 +20,16 @@ __device__ __forceinline__ void load_joint(const Machine m, u32 stepping, Slice&
     const State& state = m.misc().state;
     const u32 row = m.lane() >> 2;
     const bool is_one = row < state.n_rows;
-    const uint2 at = is_one ? state.rows[row] : make_uint2(0, 0);  // slot, frame
-    const u16* frame = m.at<const u16>(PARAMETER_FRAMES) + (u64)(at.x * N_FRAMES + at.y) * WIDTH +
+    const uint2 at = is_one ? state.rows[row] : make_uint2(0, 0);
+    const u32 slot = at.x % MAX_SLOTS, seat = at.x / MAX_SLOTS;
+    const u16* frame = m.at<const u16>(PARAMETER_FRAMES) + (u64)(seat * N_FRAMES + at.y) * WIDTH +
                        (m.warp() % K_WARPS_OF_WIDTH) * (SLICE_TILES * TILE_K) + (m.lane() & 3) * 8;
     Slice own;
 #pragma unroll
     for (int t = 0; t < SLICE_TILES; t++)
         own.tile[t] = is_one ? __ldcg((const uint4*)(frame + t * TILE_K)) : make_uint4(0, 0, 0, 0);
-    const u32 epoch = stepping >> at.x & 1 ? m.epoch + At<P>::INPUT_EPOCH : state.slots[at.x].predicted;
-    take_slice(m, row_words(m, At<P>::INPUT, WIDTH, at.x), is_one, epoch, x);
+    const u32 epoch = stepping >> slot & 1 ? m.epoch + At<P>::INPUT_EPOCH : state.slots[slot].predicted;
+    take_slice(m, row_words(m, At<P>::INPUT, WIDTH, slot), is_one, epoch, x);
 #pragma unroll
     for (int t = 0; t < SLICE_TILES; t++)
         x.tile[t] = make_uint4(joint_pair(own.tile[t].x, x.tile[t].x), joint_pair(own.tile[t].y, x.tile[t].y),

@@ -150,12 +150,20 @@ __device__ __forceinline__ float4 sum_four(const float* at) {
 #define NO_INPUT 0xffffffffu
 #define NO_PHASE (N_PHASES + N_PHASES % 2)  // even: before a step's first sums, which are phase 1's, nobody reads
 
+// With more, one word is watched until it comes: all SMs looking at all words of all rows again and again fill the way to
+// memory that those who write need as well.
+#define FEW_SLOTS 2
+
 // A lane's pairs of words, two for each of its tiles: asked for together until all carry the epoch. Lanes for which
-// ``waits`` is false have zeros. → whether they came
+// ``waits`` is false have zeros.
 __device__ __forceinline__ void take_slice(const Machine m, const u64* row, bool waits, u32 epoch, Slice& x) {
     const u64* from = row + (m.warp() % K_WARPS_OF_WIDTH) * (SLICE_TILES * TILE_K / 2) + (m.lane() & 3) * 4;
     Pair pairs[SLICE_TILES][2] = {};
     Wait wait;
+    if (m.misc().state.n_active > FEW_SLOTS && waits) {
+        Pair first = peek_pair(from);
+        while ((first.first_epoch != epoch || first.second_epoch != epoch) && !wait.is_over(m)) first = peek_pair(from);
+    }
     bool is_missing = waits;
     while (is_missing) {
         is_missing = false;
@@ -195,8 +203,8 @@ __device__ __forceinline__ void load_outputs(const Machine m, u32 stepping, Prog
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 __device__ __forceinline__ float fast_tanh(float x) { return 1.0f - __fdividef(2.0f, __expf(2.0f * x) + 1.0f); }
 
-__device__ __forceinline__ float* lstm_state(const Machine m, Parameter which, u32 slot, u32 layer, u32 unit) {
-    return m.at<float>(which) + ((slot * N_LAYERS + layer) * 2) * WIDTH + unit;
+__device__ __forceinline__ float* lstm_state(const Machine m, Parameter which, u32 seat, u32 layer, u32 unit) {
+    return m.at<float>(which) + ((seat * N_LAYERS + layer) * 2) * WIDTH + unit;
 }
 
 // One unit of one slot: from its gates to its output, which leaves with its neighbour's. All lanes of a warp come here;
@@ -212,7 +220,7 @@ __device__ __forceinline__ void step_cell(const Machine m, const Own& own, bool 
         float& cell = m.misc().cells[LAYER][granule][slot_index][which];
         float after;
         if (slot.is_restored()) {
-            const float* from = lstm_state(m, slot.resumes ? PARAMETER_STATE_OUT : PARAMETER_STATE_IN, slot_index, LAYER, unit);
+            const float* from = lstm_state(m, slot.resumes ? PARAMETER_STATE_OUT : PARAMETER_STATE_IN, slot.seat, LAYER, unit);
             output = __ldcg(from);
             after = __ldcg(from + WIDTH);
         } else {
@@ -232,7 +240,7 @@ __device__ __forceinline__ void step_cell(const Machine m, const Own& own, bool 
 #pragma unroll
         for (u32 replica = 0; replica < N_REPLICAS; replica += 2)
             publish(p + (replica + which) * (TARGET_ROWS * At<P>::N / GATES / 2), payload, m.epoch + At<P>::EPOCH);
-    float* to = lstm_state(m, PARAMETER_STATE_OUT, slot_index, LAYER, unit);
+    float* to = lstm_state(m, PARAMETER_STATE_OUT, m.misc().state.slots[slot_index].seat, LAYER, unit);
     __stcg(to, which ? high_bf16(payload) : low_bf16(payload));
     __stcg(to + WIDTH, gates.x);
 }

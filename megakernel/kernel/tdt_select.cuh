@@ -54,6 +54,19 @@ __device__ __forceinline__ u32 pick_rows(const Machine m, const Own& own) {
     return is_idle && m.warp() == 0 ? take_some_day(m, control_word, epoch) : (u32)control;
 }
 
+// A slot at the begin of part ``slot.part`` of its request.
+__device__ __forceinline__ void begin_part(const Machine m, FrameSlot& slot, u32 index) {
+    const u32* part = m.at<const u32>(PARAMETER_REQUESTS) + index * REQUEST_WORDS + REQUEST_HEAD_WORDS + slot.part * PART_WORDS;
+    slot.seat = load_gpu(part + FRAME_PART_SEAT);
+    slot.n_frames = load_gpu(part + FRAME_PART_N_FRAMES);
+    slot.frame = load_gpu(part + FRAME_PART_FIRST_FRAME);
+    slot.is_new = load_gpu(part + FRAME_PART_BEGINS) != 0;
+    slot.feed = slot.is_new ? FEED_TOKEN : FEED_STATE;
+    slot.token = BLANK;
+    slot.row = NO_ROW;
+    slot.n_symbols = 0;
+}
+
 // What the step's picks do to one slot.
 __device__ __forceinline__ void accept(const Machine m, FrameSlot& slot, u32 index) {
     const bool only_resumed = slot.resumes && slot.feed == FEED_TOKEN;
@@ -92,10 +105,15 @@ __device__ __forceinline__ void accept(const Machine m, FrameSlot& slot, u32 ind
         return;
     }
     if (slot.frame < slot.n_frames) return;
-    slot.active = 0;
-    told.done = END_REASON_FRAMES;
     told.done_ticket = slot.ticket;
     told.n_past = slot.frame - slot.n_frames;
+    if (++slot.part == slot.n_parts) {
+        slot.active = 0;
+        told.done = END_REASON_FRAMES;
+    } else {
+        told.done = PART_DONE;
+        begin_part(m, slot, index);
+    }
 }
 
 __device__ __forceinline__ void open_frames(const Machine m, u32 index) {
@@ -103,12 +121,8 @@ __device__ __forceinline__ void open_frames(const Machine m, u32 index) {
     FrameSlot slot = {};
     slot.active = 1;
     slot.ticket = load_gpu(request + FRAME_REQUEST_TICKET);
-    slot.n_frames = load_gpu(request + FRAME_REQUEST_N_FRAMES);
-    slot.frame = load_gpu(request + FRAME_REQUEST_FIRST_FRAME);
-    slot.is_new = load_gpu(request + FRAME_REQUEST_BEGINS) != 0;
-    slot.feed = slot.is_new ? FEED_TOKEN : FEED_STATE;
-    slot.token = BLANK;
-    slot.row = NO_ROW;
+    slot.n_parts = load_gpu(request + FRAME_REQUEST_N_PARTS);
+    begin_part(m, slot, index);
     m.misc().state.slots[index] = slot;
 }
 
@@ -177,7 +191,7 @@ __device__ __forceinline__ void make_rows(const Machine m) {
         slot.n_rows = n_rows;
         slot.first_row = end - n_rows;
     }
-    for (u32 i = 0; i < n_rows; i++) state.rows[end - n_rows + i] = make_uint2(m.lane(), slot.frame + i);
+    for (u32 i = 0; i < n_rows; i++) state.rows[end - n_rows + i] = make_uint2(m.lane() + MAX_SLOTS * slot.seat, slot.frame + i);
     if (m.lane() == MAX_SLOTS - 1) state.n_rows = end;
     __syncwarp();
 }
@@ -246,7 +260,8 @@ __device__ __noinline__ void tell(const Machine m) {
             emit(m, RECORD_KIND_EMISSION, m.warp(), told.ticket, told.token, __float_as_uint(told.logit - all), told.extra);
     }
     if (m.lane() == 0) {
-        if (told.done && !m.misc().dead) emit(m, RECORD_KIND_DONE, m.warp(), told.done_ticket, told.done, 0, told.n_past);
+        if (told.done == PART_DONE && !m.misc().dead) emit(m, RECORD_KIND_PART, m.warp(), told.done_ticket, 0, 0, told.n_past);
+        else if (told.done && !m.misc().dead) emit(m, RECORD_KIND_DONE, m.warp(), told.done_ticket, told.done, 0, told.n_past);
         m.misc().told[m.warp()].emits = m.misc().told[m.warp()].done = 0;
         if (m.warp() == 0 && m.misc().state.n_steps % DOOR_STEPS == 0 && m.misc().state.n_active != 0) look_at_door(m);
     }

@@ -4,6 +4,8 @@
 
 #define NO_ROW 0xffffffffu
 
+#define PART_DONE 0xffffffffu
+
 enum Feed : u32 { FEED_NOTHING = 0, FEED_TOKEN = 1, FEED_STATE = 2 };
 
 struct __align__(16) FrameSlot {
@@ -17,6 +19,7 @@ struct __align__(16) FrameSlot {
     u32 predicted;        // epoch of its last prediction's words
     u32 first_row, n_rows;
     u32 row;  // of the last step, that had the token, or NO_ROW
+    u32 seat, part, n_parts;  // where frames and states lie; which of the request's parts is under way
 
     // Whether the predictor takes outputs and cells as they were saved.
     __device__ __forceinline__ bool is_restored() const { return resumes || feed == FEED_STATE; }
@@ -24,7 +27,7 @@ struct __align__(16) FrameSlot {
 
 struct State {  // what lives on between residencies
     FrameSlot slots[MAX_SLOTS];
-    uint2 rows[MAX_ROWS];  // slot, frame
+    uint2 rows[MAX_ROWS];  // slot + MAX_SLOTS x seat, frame
     u32 n_rows;
     u32 stepping;  // bits: slots for which the predictor has something to do
     u32 n_active;
@@ -39,7 +42,7 @@ struct Told {  // to the host, one step later
     u32 emits, ticket, row, token;
     float logit;
     u32 extra;
-    u32 done, done_ticket, n_past;  // EndReason
+    u32 done, done_ticket, n_past;  // EndReason, or PART_DONE
 };
 
 struct __align__(16) FramePick {

@@ -19,13 +19,15 @@ PROJECTOR = "decoder.decoder_projector"
 _HEAD = "joint.head"
 
 
-def transducer_graph(config: ParakeetConfig, *, n_frames: int, max_slots: int = MAX_SLOTS) -> Graph:
-    """One step over the frames of ``max_slots`` slots, at most ``n_frames`` each.
+def transducer_graph(config: ParakeetConfig, *, n_frames: int, n_seats: int, max_slots: int = MAX_SLOTS) -> Graph:
+    """One step over the frames of ``max_slots`` slots, each of which takes one of ``n_seats`` after the other.
+
+    A seat has room for ``n_frames``.
 
     Raises:
         CompileError: for sizes that make no graph.
     """
-    transducer = Transducer(n_frames, config.blank_id, config.durations, config.max_symbols)
+    transducer = Transducer(n_frames, n_seats, config.blank_id, config.durations, config.max_symbols)
     sizes = Sizes.for_transducer(
         width=config.d_predictor,
         n_layers=config.n_predictor_layers,

@@ -1,8 +1,8 @@
-"""Parakeet with its prediction and joint networks in the megakernel: frames and states into slots, records back.
+"""Parakeet with its prediction and joint networks in the megakernel: frames and states into seats, records back.
 
-Several streams are decoded together, each in a slot of its own. A stream's state is a value: a slot remembers nothing
-between calls. Knows slots, requests and records. Does not know how the device runs (``megakernel.runtime``) or what the
-encoder computes.
+Many streams are decoded in one launch: each has a seat, and a slot takes one seat after the other. A stream's state is
+a value: seats remember nothing between calls. Knows slots, requests and records. Does not know how the device runs
+(``megakernel.runtime``) or what the encoder computes.
 """
 
 import logging
@@ -22,9 +22,10 @@ from megakernel.compile import compile_program
 from megakernel.cubin import bitmap_words
 from megakernel.device import Device, target_for
 from megakernel.errors import DeviceError
+from megakernel.isa import MAX_SLOTS
 from megakernel.launcher import Event, Launcher, TransducerBuffers
-from megakernel.mailbox import DoneRecord, EmissionRecord, Record
-from megakernel.request import TransducerRequest
+from megakernel.mailbox import DoneRecord, EmissionRecord, PartRecord, Record
+from megakernel.request import FramePart, TransducerRequest
 from megakernel.runtime import Runtime
 from megakernel.selftest_transducer import ensure_transducer_right
 from megakernel.target import Target
@@ -37,7 +38,9 @@ from .reference import Parakeet
 
 log = logging.getLogger(__name__)
 
-MAX_FRAMES = 512  # of one request; more are decoded in pieces, which changes nothing
+MAX_FRAMES = 512  # of a seat; more are decoded in pieces, which changes nothing
+N_SEATS = 64  # for streams of one launch
+_SPIN_S = 2e-3  # a call takes less
 _WAIT_S = 1.0  # at a time; the runtime itself finds out when the device stalls
 
 
@@ -78,9 +81,17 @@ class _Stream:
 class MegakernelDecoder:
     """See ``greedy.TransducerDecoder``. States are float32, on the device."""
 
-    def __init__(self, runtime: SlotRuntime, buffers: TransducerBuffers, projector: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self,
+        runtime: SlotRuntime,
+        buffers: TransducerBuffers,
+        projector: tuple[Tensor, Tensor],
+        *,
+        n_slots: int = MAX_SLOTS,
+    ) -> None:
         """``projector``: weight [P, P] and bias [P] behind the prediction network, float32, on the buffers' device."""
         self._runtime = runtime
+        self._n_slots = n_slots
         self._buffers = buffers
         self._projector = projector
         self._start: TransducerState | None = None
@@ -114,7 +125,7 @@ class MegakernelDecoder:
             log.warning("the device was not given back: %s", error)
 
     def _round(self, streams: Sequence[_Stream]) -> None:
-        """The next piece of each stream, one a slot."""
+        """The next piece of each stream, in one launch."""
         asked: list[_Stream] = []
         for stream in streams:
             n_frames = self._n_next(stream)
@@ -130,23 +141,24 @@ class MegakernelDecoder:
         return min(stream.n_left, self._buffers.frames.shape[1])
 
     def _run(self, streams: Sequence[_Stream]) -> None:
-        """Stream i in slot i."""
+        """Stream i in seat i."""
         lengths = [self._n_next(stream) for stream in streams]
         self._fill(streams, lengths)
         ready = _recorded(self._buffers.frames.device)
-        for slot, (stream, n_frames) in enumerate(zip(streams, lengths, strict=True)):
-            first = 0 if stream.begins else stream.state.time_jump
-            self._runtime.open(slot, TransducerRequest(n_frames, first, stream.begins), after=ready)
-        jumps = self._collect(streams)
+        seats = share_out(lengths, self._n_slots)
+        for slot, own in enumerate(seats):
+            parts = tuple(_part(streams[seat], seat, lengths[seat]) for seat in own)
+            self._runtime.open(slot, TransducerRequest(parts), after=ready)
+        jumps = self._collect(streams, seats)
         found = self._buffers.state_out[: len(streams)].clone()  # [streams, L, 2, P]
         projected = functional.linear(found[:, -1, 0], *self._projector)
-        for slot, stream in enumerate(streams):
-            hidden, cell = found[slot, :, 0], found[slot, :, 1]
-            stream.state = TransducerState(hidden, cell, projected[slot], time_jump=jumps[slot])
-            stream.n_done += lengths[slot]
+        for seat, stream in enumerate(streams):
+            hidden, cell = found[seat, :, 0], found[seat, :, 1]
+            stream.state = TransducerState(hidden, cell, projected[seat], time_jump=jumps[seat])
+            stream.n_done += lengths[seat]
 
     def _fill(self, streams: Sequence[_Stream], lengths: Sequence[int]) -> None:
-        """Frames and states to the slots, in few operations: each takes longer to ask for than to do."""
+        """Frames and states to the seats, in few operations: each takes longer to ask for than to do."""
         frames, state_in = self._buffers.frames, self._buffers.state_in
         states = [part.to(state_in) for each in streams for part in (each.state.hidden, each.state.cell)]
         state_in[: len(streams)] = torch.stack(states).view(len(streams), 2, *states[0].shape).transpose(1, 2)
@@ -154,25 +166,46 @@ class MegakernelDecoder:
         if len(set(lengths)) == 1:
             frames[: len(streams), : lengths[0]] = torch.stack(pieces)
         else:
-            for slot, piece in enumerate(pieces):
-                frames[slot, : len(piece)] = piece
+            for seat, piece in enumerate(pieces):
+                frames[seat, : len(piece)] = piece
 
-    def _collect(self, streams: Sequence[_Stream]) -> dict[int, int]:
-        """Emissions to their streams until all slots are done; then by how many frames each has gone past its last."""
+    def _collect(self, streams: Sequence[_Stream], seats: Sequence[Sequence[int]]) -> dict[int, int]:
+        """Emissions to their streams until all slots are done; then by how many frames each seat's are passed."""
         jumps: dict[int, int] = {}
+        left = [list(own) for own in seats]  # of each slot: its seats, in order
         self._runtime.burst()
         while len(jumps) < len(streams):
             for record in self._runtime.wait(_WAIT_S):
                 match record:
                     case EmissionRecord():
-                        stream = streams[record.slot]
+                        stream = streams[left[record.slot][0]]
                         frame = stream.n_done + record.frame
                         emission = Emission(record.token, frame, record.duration, record.log_probability)
                         stream.emissions.append(emission)
+                    case PartRecord():
+                        jumps[left[record.slot].pop(0)] = record.n_past
                     case DoneRecord():
-                        jumps[record.slot] = record.n_verified
+                        jumps[left[record.slot].pop(0)] = record.n_verified
         self._runtime.leave()
         return jumps
+
+
+def share_out(lengths: Sequence[int], n_slots: int) -> list[list[int]]:
+    """Which of the pieces each slot takes, in order, so that none has many more frames than another; no slot is empty.
+
+    What a slot costs besides its frames is the step that begins a piece, which counts as one more.
+    """
+    slots: list[list[int]] = [[] for _ in range(min(n_slots, len(lengths)))]
+    loads = [0] * len(slots)
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        slot = loads.index(min(loads))
+        slots[slot].append(index)
+        loads[slot] += lengths[index] + 1
+    return slots
+
+
+def _part(stream: _Stream, seat: int, n_frames: int) -> FramePart:
+    return FramePart(n_frames, 0 if stream.begins else stream.state.time_jump, stream.begins, seat)
 
 
 def _recorded(device: torch.device) -> Event | None:
@@ -207,7 +240,13 @@ class MegakernelBackend:
 
 
 def decoder_on(
-    model: Parakeet, device: Device, *, cache: Path | None, n_frames: int = MAX_FRAMES, target: Target | None = None
+    model: Parakeet,
+    device: Device,
+    *,
+    cache: Path | None,
+    n_frames: int = MAX_FRAMES,
+    n_seats: int = N_SEATS,
+    target: Target | None = None,
 ) -> MegakernelDecoder:
     """The decoder of ``model``'s weights on a GPU, tested. Compiled kernels are kept in ``cache``.
 
@@ -216,12 +255,12 @@ def decoder_on(
     Raises:
         DeviceError, CompileError: if the device can't run it, or computes something else.
     """
-    graph = transducer_graph(model.config, n_frames=n_frames)
+    graph = transducer_graph(model.config, n_frames=n_frames, n_seats=n_seats)
     program = compile_program(graph, target or replace(target_for(device), max_rows=MAX_KERNEL_ROWS))
     constants = graph_constants(graph, model.state_dict())
     no_rules = np.zeros((1, 2, bitmap_words(graph.sizes.n_tokens)), np.uint32)
     launcher = Launcher.load(program, constants, no_rules, device=device, cache=cache)
-    runtime = Runtime(program, launcher, n_rules=len(no_rules))
+    runtime = Runtime(program, launcher, n_rules=len(no_rules), idle_ns=0, spin_s=_SPIN_S)
     ensure_transducer_right(runtime, launcher, constants, cache=cache)
     buffers = launcher.buffers.transducer
     assert buffers is not None, "a transducer's launcher has its buffers"

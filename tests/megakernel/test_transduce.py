@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megakernel.isa import Command, CommandKind, EndReason, FaultKind, LeaveReason, RecordKind
 from megakernel.ops import Sizes, Transducer
 from megakernel.pick import SelectError
-from megakernel.request import TransducerRequest, encode_transducer_request
+from megakernel.request import FramePart, TransducerRequest, encode_transducer_request
 from megakernel.select import Emitted
 from megakernel.transduce import (
     Best,
@@ -26,12 +26,12 @@ from megakernel.transduce import (
 )
 
 BLANK = 9
-TRANSDUCER = Transducer(n_frames=64, blank=BLANK, durations=(0, 1, 2, 4), max_symbols=3)
+TRANSDUCER = Transducer(n_frames=64, n_seats=4, blank=BLANK, durations=(0, 1, 2, 4), max_symbols=3)
 SIZES = Sizes.for_transducer(width=128, n_layers=1, n_tokens=10, max_slots=4, transducer=TRANSDUCER)
 
 
 def opened(n_frames: int, first_frame: int = 0, *, begins: bool = True) -> Slot:
-    return Slot.of(TransducerRequest(n_frames, first_frame, begins), 7, TRANSDUCER)
+    return Slot.of(TransducerRequest((FramePart(n_frames, first_frame, begins),)), 7, TRANSDUCER)
 
 
 def run(slot: Slot, picks: list[FramePick]) -> tuple[Slot | None, list[Told | Emitted]]:
@@ -80,6 +80,21 @@ def test_the_last_token_is_fed_before_a_slot_is_done() -> None:
     done, told = run(slot, [])
     assert done is None
     assert told == [Emitted(RecordKind.DONE, 0, 7, EndReason.FRAMES, 0.0, 3)]
+
+
+def test_a_part_follows_the_last_one_in_its_seat() -> None:
+    parts = (FramePart(2, begins=True), FramePart(0, seat=2), FramePart(5, 1, begins=True, seat=3))
+    slot: Slot | None = Slot.of(TransducerRequest(parts), 7, TRANSDUCER)
+    assert slot is not None
+    slot, told = run(slot, [FramePick(BLANK, 0.0, 3)] * 2)
+    assert slot == Slot(TransducerRequest(parts), 7, 0, Feed.STATE, BLANK, index=1)
+    assert told == [Emitted(RecordKind.PART, 0, 7, 0, 0, 2)]
+    slot, told = run(slot, [])
+    assert slot is not None
+    assert (slot.index, slot.frame, slot.feed, slot.is_new) == (2, 1, Feed.TOKEN, True)
+    done, told = run(slot, [FramePick(BLANK, 0.0, 3)] * 8)
+    assert done is None
+    assert told == [Emitted(RecordKind.DONE, 0, 7, EndReason.FRAMES, 0.0, 0)]
 
 
 def test_what_was_at_hand_is_brought_back_before_the_token_that_waits() -> None:
@@ -144,9 +159,11 @@ def command(kind: CommandKind, slot: int, ticket: int = 0) -> list[int]:
 
 
 def test_commands_open_cancel_and_leave() -> None:
-    words = {1: encode_transducer_request(TransducerRequest(5, 2), ticket=9, sizes=SIZES)}
+    words = {1: encode_transducer_request(TransducerRequest((FramePart(5, 2),)), ticket=9, sizes=SIZES)}
     slots, told, leave = carry_out((None,) * 4, [command(CommandKind.OPEN, 1)], words, SIZES)
-    assert slots[1] == Slot(TransducerRequest(5, 2), 9, 2, Feed.STATE, BLANK) and not told and leave is None
+    assert (
+        slots[1] == Slot(TransducerRequest((FramePart(5, 2),)), 9, 2, Feed.STATE, BLANK) and not told and leave is None
+    )
     late, told, _ = carry_out(slots, [command(CommandKind.CANCEL, 1, ticket=8)], words, SIZES)
     assert late == slots and not told
     slots, told, leave = carry_out(
@@ -157,6 +174,6 @@ def test_commands_open_cancel_and_leave() -> None:
 
 
 def test_a_slot_can_not_be_opened_twice() -> None:
-    words = {0: encode_transducer_request(TransducerRequest(5), ticket=9, sizes=SIZES)}
+    words = {0: encode_transducer_request(TransducerRequest((FramePart(5),)), ticket=9, sizes=SIZES)}
     with pytest.raises(SelectError):
         carry_out((opened(3), None), [command(CommandKind.OPEN, 0)], words, SIZES)

@@ -18,12 +18,14 @@ from megakernel.mailbox import EmissionRecord
 from megakernel.ops import FusedJoint, Transducer
 from megakernel.pack import pack_tape, unpack_tape
 from megakernel.program import Program, dump
-from megakernel.request import TransducerRequest, encode_transducer_request
+from megakernel.request import FramePart, TransducerRequest, encode_transducer_request
 from megakernel.target import KNOWN, Target
 from megakernel.transducer_header import is_resident
 from tests.megakernel.transducers import (
     N_FRAMES,
+    N_SEATS,
     Plain,
+    asked,
     compiled,
     evaluated,
     interpreted,
@@ -33,7 +35,7 @@ from tests.megakernel.transducers import (
     tiny_transducer,
 )
 
-NOTHING = np.full((8, 2, 2, 128), np.nan, np.float32)  # no state to go on from
+NOTHING = np.full((N_SEATS, 2, 2, 128), np.nan, np.float32)  # no state to go on from
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------
@@ -121,11 +123,12 @@ def test_a_joint_of_fewer_granules_than_sms_is_refused() -> None:
 
 def test_a_request_past_the_slots_room_is_refused() -> None:
     sizes = tiny_transducer().sizes
-    for request in (TransducerRequest(N_FRAMES + 1), TransducerRequest(5, first_frame=6)):
+    wrong = (FramePart(N_FRAMES + 1), FramePart(5, first_frame=6), FramePart(5, seat=N_SEATS))
+    for parts in (*((part,) for part in wrong), (), (FramePart(1),) * 200):
         with pytest.raises(RequestError):
-            encode_transducer_request(request, ticket=1, sizes=sizes)
+            encode_transducer_request(TransducerRequest(parts), ticket=1, sizes=sizes)
     with pytest.raises(RequestError, match="no transducer"):
-        encode_transducer_request(TransducerRequest(1), ticket=1, sizes=replace(sizes, transducer=None))
+        encode_transducer_request(TransducerRequest((FramePart(1),)), ticket=1, sizes=replace(sizes, transducer=None))
 
 
 # --- plain loop ~ evaluate -------------------------------------------------------------------------------------------
@@ -139,7 +142,7 @@ def test_the_evaluation_says_what_a_plain_loop_says(n_layers: int) -> None:
     network = TransducerNetwork.of(fuse(graph), graph.sizes, constants)
     memory = TransducerMemory.empty(graph.sizes)
     memory.frames[:] = frames
-    told = run_transducer(network, memory, [TransducerRequest(N_FRAMES, begins=True)] * 8)
+    told = run_transducer(network, memory, asked(*[FramePart(N_FRAMES, begins=True)] * 8))
     n_compared = 0
     for slot in range(8):
         expected = Plain(graph, constants).decode(frames[slot], lead=0.03)  # less, and rounding may decide
@@ -160,19 +163,20 @@ def test_the_packed_program_computes_the_same_bits_however_sms_take_turns() -> N
         program = compiled(rng.randint(2, 7), rng.choice([8, 16]))
         graph = tiny_transducer()
         constants, frames = random_constants(graph, seed % 3), random_frames(graph, seed)
-        state_in = np.random.default_rng(seed).standard_normal((8, 2, 2, 128)).astype(np.float32)
-        requests = [
-            TransducerRequest(n, rng.randint(0, min(n, 3)), begins=rng.random() < 0.5)
-            for n in (rng.randint(0, N_FRAMES) for _ in range(rng.choice([1, 2, 5, 8])))
+        state_in = np.random.default_rng(seed).standard_normal((N_SEATS, 2, 2, 128)).astype(np.float32)
+        parts = [
+            FramePart(n, rng.randint(0, min(n, 3)), begins=rng.random() < 0.5, seat=seat)
+            for seat, n in enumerate(rng.randint(0, N_FRAMES) for _ in range(rng.choice([1, 2, 5, N_SEATS])))
         ]
+        n_slots = min(rng.choice([1, 3, 8]), len(parts))
+        requests = [TransducerRequest(tuple(parts[slot::n_slots])) for slot in range(n_slots)]
         expected, memory = evaluated(program, constants, frames, requests, state_in)
         found, device = interpreted(program, constants, frames, requests, state_in, seed=seed)
         assert found == expected
-        n_slots = len(requests)
-        assert np.array_equal(device.state_out[:n_slots], memory.state_out[:n_slots], equal_nan=True)
+        assert np.array_equal(device.state_out, memory.state_out, equal_nan=True)
         parts, device = interpreted(program, constants, frames, requests, state_in, seed=seed, max_steps=3)
         assert sorted(map(str, parts)) == sorted(map(str, expected))
-        assert np.array_equal(device.state_out[:n_slots], memory.state_out[:n_slots], equal_nan=True)
+        assert np.array_equal(device.state_out, memory.state_out, equal_nan=True)
         n_emitted += sum(isinstance(record, EmissionRecord) for record in expected)
     assert n_emitted > 100
 
@@ -211,7 +215,7 @@ def test_a_wrong_word_is_found_by_running_it_and_without(name: str) -> None:
     with pytest.raises(CompileError, match="check"):
         check(_mutant(name))
     constants, frames = random_constants(graph, 1), random_frames(graph, 1)
-    requests = [TransducerRequest(N_FRAMES, begins=True), TransducerRequest(7, begins=True)]
+    requests = asked(FramePart(N_FRAMES, begins=True), FramePart(7, begins=True))
     expected, _ = evaluated(program, constants, frames, requests, NOTHING)
     try:
         found, _ = interpreted(_mutant(name), constants, frames, requests, NOTHING, seed=1, packed=program)

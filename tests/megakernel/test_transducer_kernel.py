@@ -13,10 +13,11 @@ from megakernel.compile import compile_program
 from megakernel.cubin import bitmap_words
 from megakernel.device import find_device, target_for
 from megakernel.errors import NoDeviceError
+from megakernel.isa import EndReason
 from megakernel.launcher import Launcher, TransducerBuffers
-from megakernel.mailbox import DoneRecord, EmissionRecord, SlotRecord
+from megakernel.mailbox import DoneRecord, EmissionRecord, PartRecord, SlotRecord
 from megakernel.program import Program
-from megakernel.request import TransducerRequest
+from megakernel.request import FramePart, TransducerRequest
 from megakernel.runtime import Runtime
 from megakernel.selftest_transducer import compare
 from megakernel.target import Target
@@ -105,12 +106,16 @@ def state_of(device: Device, slot: int) -> Tensor:
     return device.buffers.state_out[slot].clone().cpu()
 
 
+def one(seat: int, part: FramePart) -> TransducerRequest:
+    return TransducerRequest((replace(part, seat=seat),))
+
+
 REQUESTS = {
-    0: TransducerRequest(24, begins=True),
-    2: TransducerRequest(20, first_frame=3, begins=True),
-    3: TransducerRequest(9, begins=True),
-    5: TransducerRequest(1, begins=True),
-    6: TransducerRequest(0, begins=True),
+    0: one(0, FramePart(24, 0, begins=True)),
+    2: one(2, FramePart(20, 3, begins=True)),
+    3: one(3, FramePart(9, 0, begins=True)),
+    5: one(5, FramePart(1, 0, begins=True)),
+    6: one(6, FramePart(0, 0, begins=True)),
 }
 
 
@@ -122,6 +127,8 @@ def same(first: Sequence[SlotRecord], second: Sequence[SlotRecord]) -> bool:
 def key(record: SlotRecord) -> tuple[object, ...]:
     if isinstance(record, EmissionRecord):
         return record.token, record.frame, record.duration, record.log_probability
+    if isinstance(record, PartRecord):
+        return EndReason.FRAMES, record.n_past
     assert isinstance(record, DoneRecord)
     return record.reason, record.n_verified
 
@@ -131,13 +138,14 @@ def test_the_kernel_says_what_torch_and_the_evaluation_say(device: Device) -> No
     tensors = {name: torch.from_numpy(value) for name, value in device.constants.items()}
     for slot, request in REQUESTS.items():
         said = [record for record in records[slot] if isinstance(record, EmissionRecord)]
-        if request.first_frame == 0:
-            compare(device.program, tensors, device.buffers.frames[slot, : request.n_frames].float().cpu(), said)
+        (part,) = request.parts
+        if part.first_frame == 0:
+            compare(device.program, tensors, device.buffers.frames[slot, : part.n_frames].float().cpu(), said)
         assert isinstance(records[slot][-1], DoneRecord)
     frames = device.buffers.frames.float().cpu().numpy()
     state_in = device.buffers.state_in.cpu().numpy()
-    asked = [REQUESTS.get(slot, TransducerRequest(0, begins=True)) for slot in range(8)]
-    told, memory = evaluated(device.program, device.constants, frames, asked, state_in)
+    every = [REQUESTS.get(slot, one(slot, FramePart(0, begins=True))) for slot in range(8)]
+    told, memory = evaluated(device.program, device.constants, frames, every, state_in)
     for slot in REQUESTS:
         expected = [record for record in told if isinstance(record, EmissionRecord) and record.slot == slot]
         found = [record for record in records[slot] if isinstance(record, EmissionRecord)]
@@ -156,6 +164,17 @@ def test_a_slot_says_the_same_whoever_is_beside_it(device: Device) -> None:
         assert torch.equal(state_of(device, slot), states[slot])
 
 
+def test_a_slot_takes_one_seat_after_the_other(device: Device) -> None:
+    apart = device.run(REQUESTS)
+    states = {seat: state_of(device, seat) for seat in REQUESTS}
+    (first, *others) = (request.parts[0] for request in REQUESTS.values())
+    queued = device.run({1: TransducerRequest((first,)), 7: TransducerRequest(tuple(others))})
+    expected = [key(record) for seat in REQUESTS if seat != first.seat for record in apart[seat]]
+    assert same(queued[1], apart[first.seat])
+    assert [key(record) for record in queued[7]] == expected
+    assert all(torch.equal(state_of(device, seat), states[seat]) for seat in REQUESTS)
+
+
 def test_frames_may_be_cut_anywhere(device: Device) -> None:
     whole = device.run({0: REQUESTS[0]})[0]
     state = state_of(device, 0)
@@ -168,7 +187,7 @@ def test_frames_may_be_cut_anywhere(device: Device) -> None:
         if jump >= n_frames:
             jump -= n_frames
         else:
-            *emitted, done = device.run({4: TransducerRequest(n_frames, jump, begins=begin == 0)})[4]
+            *emitted, done = device.run({4: one(4, FramePart(n_frames, jump, begins=begin == 0))})[4]
             said += [(t, f + begin, d, p) for t, f, d, p in map(key, emitted)]  # type: ignore[operator]
             assert isinstance(done, DoneRecord)
             jump = done.n_verified

@@ -16,14 +16,15 @@ from megakernel.mailbox import MAILBOX_BYTES, LeftRecord, Mailbox, Record, decod
 from megakernel.numbers import round_bf16, to_bits
 from megakernel.ops import Sizes, Transducer
 from megakernel.program import Program
-from megakernel.request import TransducerRequest, encode_transducer_request
+from megakernel.request import FramePart, TransducerRequest, encode_transducer_request
 from megakernel.select import Emitted, record_words
 from megakernel.target import Target
 
 Floats = NDArray[np.float32]
 Constants = dict[str, Floats]
 
-N_FRAMES = 24  # of a slot
+N_FRAMES = 24  # of a seat
+N_SEATS = 10
 
 
 def tiny_transducer(
@@ -35,7 +36,7 @@ def tiny_transducer(
         n_layers=n_layers,
         n_tokens=n_tokens,
         max_slots=8,
-        transducer=Transducer(N_FRAMES, n_tokens - 1, durations, max_symbols=3),
+        transducer=Transducer(N_FRAMES, N_SEATS, n_tokens - 1, durations, max_symbols=3),
     )
     step = Builder("transducer", sizes)
     x = step.lookup("token", tokens="tokens")
@@ -64,8 +65,8 @@ def random_constants(graph: Graph, seed: int) -> Constants:
 
 
 def random_frames(graph: Graph, seed: int) -> Floats:
-    """[slot, N_FRAMES, width] bfloat16."""
-    shape = (graph.sizes.max_slots, N_FRAMES, graph.sizes.width)
+    """[seat, N_FRAMES, width] bfloat16."""
+    shape = (N_SEATS, N_FRAMES, graph.sizes.width)
     return round_bf16(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
@@ -139,6 +140,11 @@ class Plain:
 def _sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:
     y: NDArray[np.float64] = 1 / (1 + np.exp(-x))
     return y
+
+
+def asked(*parts: FramePart) -> list[TransducerRequest]:
+    """A request of one part each, in the seat of its number."""
+    return [TransducerRequest((replace(part, seat=seat),)) for seat, part in enumerate(parts)]
 
 
 @cache

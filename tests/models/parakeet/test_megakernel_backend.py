@@ -13,7 +13,7 @@ from megakernel.compile import compile_program
 from megakernel.errors import FaultError, SelfTestError
 from megakernel.launcher import TransducerBuffers
 from megakernel.mailbox import Record
-from megakernel.request import TransducerRequest
+from megakernel.request import FramePart, TransducerRequest
 from megakernel.runtime import Runtime
 from megakernel.selftest_transducer import compare
 from megakernel.target import Target
@@ -22,7 +22,7 @@ from models.backends import BackendError
 from models.parakeet.config import ParakeetConfig
 from models.parakeet.graph import PROJECTOR, graph_constants, transducer_graph
 from models.parakeet.greedy import Emission, TorchDecoder, TransducerState
-from models.parakeet.megakernel_backend import MegakernelBackend, MegakernelDecoder
+from models.parakeet.megakernel_backend import MegakernelBackend, MegakernelDecoder, share_out
 from models.parakeet.reference import Parakeet
 from tests.megakernel.emulator import COMPILER, EmulatedLauncher
 
@@ -51,7 +51,7 @@ def decoder_fixture(model: Parakeet, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def emulated_decoder(model: Parakeet, folder: Path) -> MegakernelDecoder:
-    graph = transducer_graph(model.config, n_frames=N_FRAMES)
+    graph = transducer_graph(model.config, n_frames=N_FRAMES, n_seats=9)
     program = compile_program(graph, Target("three", "sm_80", 3, 166_912, MAX_KERNEL_ROWS))
     constants = graph_constants(graph, model.state_dict())
     launcher = EmulatedLauncher(program, {name: value.numpy() for name, value in constants.items()}, folder)
@@ -61,7 +61,7 @@ def emulated_decoder(model: Parakeet, folder: Path) -> MegakernelDecoder:
         state_in=torch.from_numpy(memory.state_in),
         state_out=torch.from_numpy(memory.state_out),
     )
-    runtime = Runtime(program, launcher, n_rules=1)
+    runtime = Runtime(program, launcher, n_rules=1, idle_ns=0)
     return MegakernelDecoder(runtime, buffers, (constants[f"{PROJECTOR}.weight"], constants[f"{PROJECTOR}.bias"]))
 
 
@@ -117,6 +117,13 @@ def test_frames_that_are_passed_over_ask_the_device_for_nothing(decoder: Megaker
     assert after.hidden is state.hidden
 
 
+def test_pieces_are_shared_out_evenly_and_no_slot_is_empty() -> None:
+    slots = share_out([4, 4, 30, 1, 9, 4, 4, 4, 4, 4], 4)
+    assert sorted(index for own in slots for index in own) == list(range(10))
+    assert slots[0] == [2]
+    assert share_out([0, 0, 0], 8) == [[0], [1], [2]]
+
+
 class Broken:
     """A runtime whose device gives up."""
 
@@ -150,7 +157,7 @@ def test_the_self_test_accepts_the_kernel_and_finds_a_wrong_weight(model: Parake
     assert isinstance(runtime, Runtime)
     records = [record for record in _again(runtime, decoder, frames) if record.__class__.__name__ == "EmissionRecord"]
     assert len(records) == len(emissions)
-    constants = graph_constants(transducer_graph(CONFIG, n_frames=N_FRAMES), model.state_dict())
+    constants = graph_constants(transducer_graph(CONFIG, n_frames=N_FRAMES, n_seats=9), model.state_dict())
     program = runtime._program
     compare(program, constants, frames, records)  # type: ignore[arg-type]
     wrong = constants | {"joint.head.weight": constants["joint.head.weight"].roll(1, dims=0)}
@@ -160,7 +167,7 @@ def test_the_self_test_accepts_the_kernel_and_finds_a_wrong_weight(model: Parake
 
 def _again(runtime: Runtime, decoder: MegakernelDecoder, frames: Tensor) -> list[Record]:
     decoder._buffers.frames[0, : len(frames)] = frames.bfloat16()
-    runtime.open(0, TransducerRequest(len(frames), begins=True))
+    runtime.open(0, TransducerRequest((FramePart(len(frames), begins=True),)))
     records: list[Record] = []
     runtime.burst()
     while runtime.n_open:
