@@ -12,6 +12,8 @@ X_CHUNK_ELEMENTS = 1280  # of one row of activations that shared memory holds at
 SUMS_BYTES = 16384  # partial sums of the warps, attention's scratch with the activations' part
 MISC_BYTES = 16384  # records, rows, statistics, the residual stream; a program with more takes it from the ring
 MIN_RING_TILES = 2
+# More does harm: what shared memory leaves is the L1, and the kernel needs one (measured on an H200: README.md).
+MAX_RING_TILES = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class Target:
 
     def ring_tiles(self, misc_bytes: int = MISC_BYTES) -> int:
         """How many tiles each warp loads ahead, beside so many bytes of records and rows."""
-        return (self.shared_bytes - self.x_bytes - SUMS_BYTES - misc_bytes) // (N_WARPS * TILE_BYTES)
+        room_bytes = self.shared_bytes - self.x_bytes - SUMS_BYTES - misc_bytes
+        return min(MAX_RING_TILES, room_bytes // (N_WARPS * TILE_BYTES))
 
 
 # Bandwidths are 0.9 of the data sheets', as measured on an H200 (copy 4.16, stream 4.3 TB/s of 4.8).

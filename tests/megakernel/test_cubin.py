@@ -66,7 +66,7 @@ def test_the_header_says_the_programs_numbers(program: Program) -> None:
     said = definitions(program_header(program))
     assert said["N_SMS"] == "5"
     assert said["N_PHASES"] == str(len(program.phases))
-    assert said["RING_TILES"] == "38"
+    assert said["RING_TILES"] == "30"
     assert said["MISC_BYTES"] == str(program.misc_bytes)
     assert said["WIDTH"] == "128"
     assert said["N_HEADS"] == "2"

@@ -120,8 +120,8 @@ def test_auxiliary_floats_are_in_shared_memory_only_where_they_fit(tiny_graph):
 
 
 def test_records_of_many_phases_take_their_room_from_the_ring(tiny_graph):
-    few, _, _, target = laid_out(tiny_graph(), 12)
-    many, *_ = laid_out(tiny_graph(n_layers=30), 12)
+    few, _, _, target = laid_out(tiny_graph(), 12, shared_bytes=166_912)
+    many, *_ = laid_out(tiny_graph(n_layers=30), 12, shared_bytes=166_912)
     assert few.records_bytes < MISC_BYTES < many.records_bytes <= many.misc_bytes
     assert few.misc_bytes == MISC_BYTES and few.ring_tiles == target.ring_tiles()
     assert many.ring_tiles < few.ring_tiles
