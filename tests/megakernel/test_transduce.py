@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megakernel.isa import Command, CommandKind, EndReason, FaultKind, LeaveReason, RecordKind
@@ -129,6 +129,7 @@ def test_of_equal_tokens_the_lowest_is_the_best() -> None:
     assert Best.among([Best(), Best(1.0, 4), Best(1.0, 5), Best(0.5, 6)]) == Best(1.0, 4)
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     picks=st.lists(st.builds(FramePick, st.sampled_from([BLANK, 1, 2]), st.just(0.0), st.integers(0, 3)), min_size=64),
     shares=st.tuples(st.integers(1, 16), st.integers(1, 16)),

@@ -159,7 +159,7 @@ def test_the_evaluation_says_what_a_plain_loop_says(n_layers: int) -> None:
 def test_the_packed_program_computes_the_same_bits_however_sms_take_turns() -> None:
     rng = random.Random(0)
     n_emitted = 0
-    for seed in range(8):
+    for seed in range(5):
         program = compiled(rng.randint(2, 7), rng.choice([8, 16]))
         graph = tiny_transducer()
         constants, frames = random_constants(graph, seed % 3), random_frames(graph, seed)
@@ -178,7 +178,7 @@ def test_the_packed_program_computes_the_same_bits_however_sms_take_turns() -> N
         assert sorted(map(str, parts)) == sorted(map(str, expected))
         assert np.array_equal(device.state_out, memory.state_out, equal_nan=True)
         n_emitted += sum(isinstance(record, EmissionRecord) for record in expected)
-    assert n_emitted > 100
+    assert n_emitted > 60
 
 
 # --- mutants ---------------------------------------------------------------------------------------------------------
