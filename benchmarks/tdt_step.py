@@ -68,15 +68,14 @@ def random_model(seed: int) -> Parakeet:
     return model.eval()
 
 
-def blank_for_half(model: Parakeet, frames: Tensor) -> float:
-    """What to add to the blank's bias for half of the joint's evaluations to be blanks; set when this returns."""
+def make_half_blank(model: Parakeet, frames: Tensor) -> None:
+    """Set the blank's bias such that it is the best token at half of the frames."""
     with torch.inference_mode():
         logits = model.joint(frames, TorchDecoder(model).start().projected)[:, : V3.vocabulary_size]
         others = logits.index_fill(1, torch.tensor([V3.blank_id]), -torch.inf).amax(dim=1)
         lead = float((others - logits[:, V3.blank_id]).median())
     with torch.no_grad():
         model.joint.head.bias[V3.blank_id] += lead
-    return lead
 
 
 # --- ours ------------------------------------------------------------------------------------------------------------
@@ -151,11 +150,9 @@ def slope(run: Callable[[int], Run]) -> tuple[float, float, float]:
     return median(per_token), median(per_step), median(share)
 
 
-def load_ours(model: Parakeet, frames: Tensor, cache: Path, rows: int) -> MegakernelDecoder:
-    """With so many rows a step, and ``frames`` in its slots."""
-    device = find_device()
-    target = replace(target_for(device), max_rows=rows)
-    decoder = decoder_on(model, device, cache=cache, n_frames=N_FRAMES, n_seats=MAX_SLOTS, target=target)
+def load_ours(model: Parakeet, frames: Tensor, cache: Path) -> MegakernelDecoder:
+    """With ``frames`` in its seats."""
+    decoder = decoder_on(model, find_device(), cache=cache, n_frames=N_FRAMES, n_seats=MAX_SLOTS)
     decoder._buffers.frames.copy_(frames)
     torch.cuda.synchronize()
     return decoder
@@ -165,29 +162,29 @@ def main() -> None:
     """Print the result in Markdown."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    arguments.add_argument("--rows", type=int, nargs="+", default=[MAX_KERNEL_ROWS], help="of a step")
     options = arguments.parse_args()
     logging.basicConfig(level=logging.INFO)
     model = random_model(0)
     frames = torch.randn(8, N_FRAMES, V3.d_predictor, generator=torch.Generator().manual_seed(1)).bfloat16()
-    blank_for_half(model, frames[0, :256].float())
+    make_half_blank(model, frames[0, :256].float())
     print(heading("Greedy TDT decoding at Parakeet 0.6B v3's sizes"))
     print(f"torch {torch.__version__}, random weights, {N_REPEATS} repeats, medians.\n")
     with TemporaryDirectory() as folder:
-        for rows in options.rows:
-            _ours(model, frames, Path(folder), rows)
+        _ours(model, frames, Path(folder))
     _torchs(model, frames, is_compiled=False)
     if not options.no_compile:
         _torchs(model, frames, is_compiled=True)
 
 
-def _ours(model: Parakeet, frames: Tensor, cache: Path, rows: int) -> None:
-    decoder = load_ours(model, frames, cache, rows)
+def _ours(model: Parakeet, frames: Tensor, cache: Path) -> None:
+    decoder = load_ours(model, frames, cache)
     runtime = decoder._runtime
     assert isinstance(runtime, Runtime)
     graph = transducer_graph(V3, n_frames=N_FRAMES, n_seats=MAX_SLOTS)
-    prediction = predict(compile_program(graph, replace(target_for(find_device()), max_rows=rows)))
-    print(f"## Megakernel, {rows} rows a step\n\nPredicted: {prediction.step_us:.1f} µs a step with a token.\n")
+    prediction = predict(compile_program(graph, replace(target_for(find_device()), max_rows=MAX_KERNEL_ROWS)))
+    print(
+        f"## Megakernel, {MAX_KERNEL_ROWS} rows a step\n\nPredicted: {prediction.step_us:.1f} µs a step with a token.\n"
+    )
     print("| streams | µs a token | µs a step | tokens a step |")
     print("|---|---:|---:|---:|")
     for n_slots in (1, 2, 4, 8):
@@ -204,15 +201,15 @@ def _ours(model: Parakeet, frames: Tensor, cache: Path, rows: int) -> None:
             spent.append(time.perf_counter() - began_s)
         print(f"\n{n_streams} streams, {CHUNK_FRAMES} frames each, a whole call: {median(spent) * 1e6:.0f} µs")
     decoder.close()
-    _blanks(model, frames, cache, rows)
+    _blanks(model, frames, cache)
 
 
-def _blanks(model: Parakeet, frames: Tensor, cache: Path, rows: int) -> None:
+def _blanks(model: Parakeet, frames: Tensor, cache: Path) -> None:
     """Silence: no step has a token."""
     bias = model.joint.head.bias
     with torch.no_grad():
         bias[V3.blank_id] += MANY_BLANKS
-    decoder = load_ours(model, frames, cache, rows)
+    decoder = load_ours(model, frames, cache)
     runtime = decoder._runtime
     assert isinstance(runtime, Runtime)
     with torch.no_grad():
