@@ -57,6 +57,12 @@ def sure(words: Sequence[Word], least_confidence: float) -> int:
     return n
 
 
+def without_leading_marks(words: Sequence[Word]) -> tuple[Word, ...]:
+    """``words`` from the first one on that holds more than punctuation."""
+    first = next((index for index, word in enumerate(words) if normalised(word.text)), len(words))
+    return tuple(words[first:])
+
+
 def whole_words(words: Sequence[Word], n: int) -> int:
     """``n``, lowered until what follows begins a new word: a piece that continues a word settles together with it."""
     while 0 < n < len(words) and continues(words[n]):

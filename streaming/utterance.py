@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
-from streaming.agreement import after, agree, ends_before, sure, whole_words
+from streaming.agreement import after, agree, ends_before, sure, whole_words, without_leading_marks
 from streaming.context import Context
 from streaming.endpoint import reads_complete
 from streaming.guards import gives_up, is_looping, is_too_fast, without_loop
@@ -221,6 +221,8 @@ class Utterance:
             words = without_loop(words)
             if is_too_fast(words, request.span):
                 words = ()
+        if request.left_context_samples and not self._segment.committed:
+            words = without_leading_marks(words)  # a full stop that the lead lacks is none of this segment's
         self._decoded_sample = request.span.end_sample
         self._segment.language = hypothesis.language or self._segment.language
         self._quality = hypothesis.quality

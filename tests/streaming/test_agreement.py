@@ -3,7 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streaming.agreement import after, agree, continues, ends_before, normalised, sure, whole_words
+from streaming.agreement import (
+    after,
+    agree,
+    continues,
+    ends_before,
+    normalised,
+    sure,
+    whole_words,
+    without_leading_marks,
+)
 from streaming.transcript import Word
 
 TEXTS = st.lists(st.sampled_from([" the", " The", " best", " best,", " of", " times", "."]), max_size=8)
@@ -50,6 +59,13 @@ def test_what_stands_behind_a_doubtful_word_is_not_sure_either() -> None:
 
 def test_words_without_confidence_are_sure() -> None:
     assert sure(said(" the", " best"), 0.99) == 2
+
+
+def test_leading_marks_are_those_without_a_letter_or_digit() -> None:
+    words = said(".", " ...", " best", ".")
+    assert [word.text for word in without_leading_marks(words)] == [" best", "."]
+    assert without_leading_marks(words[:2]) == ()
+    assert without_leading_marks(said(" $5")) == said(" $5")
 
 
 def test_a_piece_that_continues_a_word_settles_together_with_it() -> None:

@@ -180,6 +180,16 @@ def test_a_span_at_its_maximum_is_cut_behind_a_sentence_and_the_rest_goes_on() -
     assert request.prefix[-1].text == " end." and request.prompt.startswith("a b")
 
 
+def test_a_full_stop_that_belongs_to_the_words_heard_again_does_not_begin_a_segment() -> None:
+    spoken = utterance(start_sample=16_000)
+    spoken.context = Context("", words("it was"), 8_000, 16_000)
+    spoken.heard(24_000)
+    request = spoken.next_request()
+    assert request is not None and request.left_context_samples == 8_000
+    [shown] = spoken.decoded(hypothesis((Word(".", 16_000, 16_000, 0.9), *words("the best.", start_sample=16_000))))
+    assert texts(shown) == ("", "the best.")
+
+
 def test_a_span_with_nothing_in_it_is_closed_whole() -> None:
     spoken = utterance()
     spoken.heard(200_000)
