@@ -12,7 +12,7 @@ from torch import Tensor
 from megakernel.compile import compile_program
 from megakernel.cubin import bitmap_words
 from megakernel.device import find_device, target_for
-from megakernel.errors import NoDeviceError
+from megakernel.errors import FaultError, NoDeviceError
 from megakernel.isa import EndReason
 from megakernel.launcher import Launcher, TransducerBuffers
 from megakernel.mailbox import DoneRecord, EmissionRecord, PartRecord, SlotRecord
@@ -216,3 +216,17 @@ def test_a_stalled_sm_is_found_and_every_token_comes_once(device: Device, monkey
     assert len(device.runtime.faults) == 1
     device.runtime.faults.clear()
     assert all(same(again[slot], whole[slot]) for slot in REQUESTS)
+
+
+def test_two_faults_in_a_row_are_the_end_since_there_is_no_other_way_to_run(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megakernel.runtime.SPIN_NS", 50_000_000 if device.buffers.frames.is_cuda else 3000 << 10)
+    runtime = Runtime(device.program, device.runtime._launches, n_rules=1)  # the last to use these launches
+    for _ in range(2):
+        runtime.inject_stall(sm=0, step=1)
+    runtime.open(0, REQUESTS[0])
+    runtime.burst()
+    with pytest.raises(FaultError, match="2 times in a row"):
+        while runtime.n_open:
+            runtime.wait(1.0)
