@@ -98,11 +98,13 @@ _WHISPER_EN = frozenset(
     }
 )
 _WHISPER = _WHISPER_EN | {Capability.LANGUAGE_CHOICE, Capability.LANGUAGE_ID, Capability.TRANSLATION}
-_PARAKEET = frozenset({Capability.WORD_TIMES, Capability.CONFIDENCE, Capability.PUNCTUATION})
+_PARAKEET_PLAIN = frozenset({Capability.WORD_TIMES, Capability.CONFIDENCE})
+_PARAKEET = _PARAKEET_PLAIN | {Capability.PUNCTUATION}
 _SCRIPTED = frozenset({Capability.WORD_TIMES, Capability.PUNCTUATION})
 
 _PYPI = "PyPI"
 _HUB = "Hugging Face hub"
+_BUILT_IN = "built in"
 
 CATALOG: Mapping[str, CatalogEntry] = {
     "whisper-tiny.en": CatalogEntry(
@@ -161,10 +163,18 @@ CATALOG: Mapping[str, CatalogEntry] = {
         size_mb=2472,
         capabilities=_PARAKEET,
     ),
+    "parakeet-tiny": CatalogEntry(
+        _load_files,
+        "a small Parakeet TDT for tests and demos, English, 5.8 M parameters; most words of strangers are wrong",
+        _BUILT_IN,
+        licence="CC-BY-SA-4.0",  # as the recordings that it learnt digits from
+        size_mb=0,
+        capabilities=_PARAKEET_PLAIN,
+    ),
     "scripted": CatalogEntry(
         _load_scripted,
         "recites Dickens whatever is said, for tests and load",
-        "built in",
+        _BUILT_IN,
         licence="Apache-2.0",
         size_mb=0,
         capabilities=_SCRIPTED,

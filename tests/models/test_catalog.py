@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 
 from models.catalog import CATALOG, list_models, load_engine
 from models.errors import ModelFilesError, ModelUnavailableError, UnknownModelError
-from models.store import HUB_MODELS, WHEEL_MODELS
+from models.store import HUB_MODELS, PACKAGED_MODELS, WHEEL_MODELS
 from streaming.engine import Chunk, DecodeOptions
 from streaming.transcript import text_of
 from vad.audio import SpeechSpan
 
 
 def test_catalog_names_what_the_store_can_find_and_what_needs_no_files() -> None:
-    assert set(list_models()) == {*WHEEL_MODELS, *HUB_MODELS, "scripted"}
+    assert set(list_models()) == {*WHEEL_MODELS, *HUB_MODELS, *PACKAGED_MODELS, "scripted"}
 
 
 def test_size_of_a_wheel_model_is_that_of_its_wheels() -> None:

@@ -29,7 +29,7 @@ SPELT = Pieces.of(dict(enumerate(PIECES)), n_tokens=21, blank_id=20, source="x")
 N_FRAMES = 40
 SAMPLES = noise(N_FRAMES * FRAME_SAMPLES).numpy()
 # What the encoder would give for each frame of an utterance, whatever the buffer: the seams alone are tested with it.
-FRAMES = 2 * torch.randn(N_FRAMES + 20, SMALL.d_predictor, generator=torch.Generator().manual_seed(5))
+FRAMES = 2 * torch.randn(N_FRAMES + 20, SMALL.d_predictor, generator=torch.Generator().manual_seed(18))
 
 
 @dataclass
@@ -283,7 +283,7 @@ def test_when_a_backend_fails_the_next_one_goes_on_and_open_words_are_kept() -> 
         def decode(
             self, batch: Sequence[tuple[Tensor, TransducerState]]
         ) -> list[tuple[list[Emission], TransducerState]]:
-            if self.n_decodes >= 2:
+            if self.n_decodes >= 1:
                 raise BackendError("the device is lost")
             return super().decode(batch)
 
