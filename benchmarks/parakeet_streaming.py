@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.recordings import DEFAULT_MANIFEST, read_manifest
 from benchmarks.report import heading
 from gateway import messages as m
 from gateway.config import SessionConfig
@@ -40,12 +39,12 @@ DEFAULT_LIST = Path(__file__).parents[2] / "shared" / "train" / "train.jsonl"
 PACKET_SAMPLES = 800  # 50 ms
 STREAM_S = 60.0
 MIN_PAUSE_S, MAX_PAUSE_S = 0.2, 1.2
-CUT_CONTEXT_S = 6.0  # of speech before a word that a flush cuts off
-GAPS_MS = (0, 50, 100, 200)
-PADDINGS_MS = (0, 80, 160, 320, 480, 640, 960)
+DIGITS_IN_A_ROW = 5  # before and with the one that a flush follows
+GAPS_MS = (0, 100, 200)
+PADDINGS_MS = (0, 160, 320, 480, 960)
 
-CHUNKS_MS = tuple(range(160, 2_001, 80))
-FEW_CHUNKS_MS = (160, 320, 560, 1_040, 2_000)
+CHUNKS_MS = (160, 240, 320, 400, 480, 560, 640, 800, 960, 1_200, 1_600, 2_000)
+FEW_CHUNKS_MS = (160, 640, 2_000)
 LEFTS_MS = (480, 960, 1_600, 2_400, 4_000, 5_600, 8_000, 10_000)
 RIGHTS_MS = (0, 80, 160, 320, 480, 640, 960, 1_280, 2_000)
 
@@ -319,26 +318,28 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Speech that ends with ``word``, and where that ends; ``samples`` goes on for as long as the recording does."""
+    """Speech whose last word is ``word``; behind ``end_sample`` there is silence."""
 
     samples: Samples
     word: str
     end_sample: int
 
 
-def cuts(manifest: Path, n_cuts: int) -> list[Cut]:
-    """Words of the recordings whose times are known exactly, from any place in them, with what was said before."""
+def cuts(path: Path, n_cuts: int, *, seed: int = 0) -> list[Cut]:
+    """Digits in a row by the speakers kept apart, recorded one by one and cut close: their ends are words' ends."""
+    everything = read_list(path)
+    apart = held_out_speakers(everything, seed=SPLIT_SEED)
+    digits = [each for each in everything if each.speaker in apart and " " not in spoken(each.text)]
+    rng = random.Random(seed)
     found: list[Cut] = []
-    for recording in read_manifest(manifest, languages=["en"]):
-        if recording.kind != "read-aligned":
-            continue
-        samples = recording.samples()
-        for (word, _, end_s), (_, next_s, _) in zip(recording.words[3:], recording.words[4:], strict=False):
-            if next_s - end_s >= max(GAPS_MS) / 1_000:  # so that a gap is silence
-                end_sample = int(end_s * SAMPLE_RATE_HZ)
-                start_sample = max(0, end_sample - int(CUT_CONTEXT_S * SAMPLE_RATE_HZ))
-                found.append(Cut(samples[start_sample:], spoken(word), end_sample - start_sample))
-    return found[:: max(1, len(found) // n_cuts)]
+    for _ in range(n_cuts if digits else 0):
+        run = rng.choices(digits, k=DIGITS_IN_A_ROW)
+        pieces = [silence(0.5)]
+        for digit in run:
+            pieces += [silence(rng.uniform(0.05, MIN_PAUSE_S)), decode(digit.path)]
+        samples = np.concatenate(pieces)
+        found.append(Cut(np.concatenate([samples, silence(max(GAPS_MS) / 1_000)]), spoken(run[-1].text), len(samples)))
+    return found
 
 
 def flushed_words(
@@ -400,7 +401,7 @@ def main() -> None:
     if set(arguments.parts) & {"chunk", "left", "right"}:
         sweep(engine, detector, usual, held_out_streams(arguments.list, arguments.minutes), arguments.parts)
     if "flush" in arguments.parts:
-        flushes(engine, detector, usual, cuts(DEFAULT_MANIFEST, arguments.cuts))
+        flushes(engine, detector, usual, cuts(arguments.list, arguments.cuts))
 
 
 def sweep(
@@ -426,7 +427,8 @@ def sweep(
 
 def flushes(engine: SpeechEngine, detector: SpeechDetector, usual: Setting, words: Sequence[Cut]) -> None:
     """Tables of last words."""
-    print(f"## Last words at a flush\n\nOf {len(words)} words, how many are heard as the last one.\n")
+    print("## Last words at a flush\n")
+    print(f"Of {len(words)} digits, each the last of {DIGITS_IN_A_ROW}, how many are heard as the last word.\n")
     titles = [*(f"streamed, {ms} ms chunks" for ms in FEW_CHUNKS_MS), "second pass"]
     titles += [f"one piece, {ms:,} ms added" for ms in PADDINGS_MS]
     print(f"| flush behind the word by | {' | '.join(titles)} |\n|---|{'---:|' * len(titles)}")
