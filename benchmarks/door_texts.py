@@ -20,7 +20,13 @@ import soxr
 from numpy.typing import NDArray
 
 from benchmarks.recordings import DEFAULT_MANIFEST
-from benchmarks.remembering import RememberingDetector, RememberingEngine, RememberingJudge, SpellingEngine
+from benchmarks.remembering import (
+    RememberingDetector,
+    RememberingEngine,
+    RememberingJudge,
+    SpellingEngine,
+    TossingJudge,
+)
 from benchmarks.report import heading
 from gateway.audio_file import AudioFileError, read_audio
 from gateway.config import DEFAULT_HANGOVER_MS, SessionConfig
@@ -43,6 +49,7 @@ from gateway.simulation import DoorSimulation, Simulation, Told
 from streaming.engine import SpeechEngine
 from vad.audio import SAMPLE_RATE_HZ
 from vad.detector import SpeechDetector
+from vad.energy import EnergyDetector
 from vad.gate import GateSettings
 from vad.turn import TurnDetector
 
@@ -452,6 +459,14 @@ class Tally:
     n_decoded: int = 0  # for the door alone: chunks that the native side had not asked for
     differing: list[str] = field(default_factory=list)
 
+    def add(self, recording_id: str, here: str, there: str, n_decoded: int) -> None:
+        """Count one recording."""
+        self.n_compared += 1
+        self.n_with_text += bool(there)
+        self.n_decoded += n_decoded
+        if not same_words(here, there):
+            self.differing.append(recording_id)
+
 
 def readable(manifest: Path, every: int) -> Iterator[tuple[str, Samples]]:
     """Every recording that the server reads, by its id, whether or not its words are known."""
@@ -463,6 +478,24 @@ def readable(manifest: Path, every: int) -> Iterator[tuple[str, Samples]]:
             continue
 
 
+def _spelling() -> tuple[RememberingEngine, RememberingDetector, RememberingJudge]:
+    """All that costs next to nothing."""
+    return RememberingEngine(SpellingEngine()), RememberingDetector(EnergyDetector()), RememberingJudge(TossingJudge())
+
+
+def _real(model: str) -> tuple[RememberingEngine, RememberingDetector, RememberingJudge]:
+    """What a server has."""
+    from models.catalog import load_engine
+    from models.smart_turn import SmartTurn
+    from models.store import turn_model
+    from vad.levels import TwoLevelDetector
+    from vad.silero import SileroDetector
+
+    engine, judge = load_engine(model, n_threads=1), SmartTurn(turn_model())
+    detector = TwoLevelDetector(SileroDetector())
+    return RememberingEngine(engine), RememberingDetector(detector), RememberingJudge(judge)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -471,21 +504,19 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="take every nth recording")
     parser.add_argument("--doors", nargs="+", choices=RECIPES, default=list(RECIPES), help="all unless some are named")
     arguments = parser.parse_args()
-    from models.catalog import load_engine
-    from models.smart_turn import SmartTurn
-    from models.store import turn_model
-    from vad.levels import TwoLevelDetector
-    from vad.silero import SileroDetector
-
     is_spelt = arguments.model == SPELLING
-    engine = RememberingEngine(SpellingEngine() if is_spelt else load_engine(arguments.model, n_threads=1))
-    detector = RememberingDetector(TwoLevelDetector(SileroDetector()))
-    judge = RememberingJudge(SmartTurn(turn_model()))
+    engine, detector, judge = _spelling() if is_spelt else _real(arguments.model)
     tallies = {name: Tally() for name in arguments.doors}
     for recording_id, samples in readable(arguments.manifest, arguments.every):
         print(recording_id, file=sys.stderr)
+        models, natives = Models(engine, detector, judge), dict[Callable[[Samples], Iterator[Timed]], str]()
         for name, tally in tallies.items():
-            _compare(recording_id, RECIPES[name], samples, tally, Models(engine, detector, judge), engine)
+            recipe = RECIPES[name]
+            if recipe.native_frames not in natives:
+                natives[recipe.native_frames] = native_text(recipe, samples, models)
+            n_decoded = engine.n_decoded
+            here = door_text(recipe, samples, models)
+            tally.add(recording_id, here, natives[recipe.native_frames], engine.n_decoded - n_decoded)
         for memory in (engine, detector, judge):
             memory.forget()
     print(heading("Text through each door against the native protocol"))
@@ -496,6 +527,7 @@ def main() -> None:
     print("What the native side asks of the model is not computed anew for a door; `decoded anew` counts what is.")
     if is_spelt:
         print("The model spells its samples: whatever differs in what it is asked, one sample say, is another text.")
+        print("Speech is told by its loudness, and the model of turns answers by the hash of what it hears.")
     print()
     print("| door | recordings | with text | same text | differing | decoded anew |")
     print("|---|---|---|---|---|---|")
@@ -503,24 +535,6 @@ def main() -> None:
         n_same = tally.n_compared - len(tally.differing)
         counts = f"{tally.n_compared} | {tally.n_with_text} | {n_same} | {', '.join(tally.differing) or 'none'}"
         print(f"| `{name}` | {counts} | {tally.n_decoded} |")
-
-
-def _compare(
-    recording_id: str,
-    recipe: Recipe,
-    samples: Samples,
-    tally: Tally,
-    models: Models,
-    engine: RememberingEngine,
-) -> None:
-    there = native_text(recipe, samples, models)
-    n_decoded = engine.n_decoded
-    here = door_text(recipe, samples, models)
-    tally.n_compared += 1
-    tally.n_with_text += bool(there)
-    tally.n_decoded += engine.n_decoded - n_decoded
-    if not same_words(here, there):
-        tally.differing.append(recording_id)
 
 
 if __name__ == "__main__":
