@@ -10,6 +10,7 @@ compare. Run from the project's root; prints Markdown:
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.recordings import DEFAULT_MANIFEST
-from benchmarks.remembering import RememberingDetector, RememberingEngine, RememberingJudge
+from benchmarks.remembering import RememberingDetector, RememberingEngine, RememberingJudge, SpellingEngine
 from benchmarks.report import heading
 from gateway.audio_file import AudioFileError, read_audio
 from gateway.config import DEFAULT_HANGOVER_MS, SessionConfig
@@ -53,6 +54,11 @@ class Way:
 
     name: str
     hello: Hello
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether what is written can end a turn."""
+        return isinstance(self.hello.sentence_hangover_ms, int)
 
 
 @dataclass(slots=True)
@@ -116,10 +122,13 @@ def ends(
     way: Way, samples: Samples, engine: SpeechEngine, detector: SpeechDetector, judge: TurnDetector
 ) -> list[float]:
     """How long after its last voice each turn ended."""
-    served = {engine.card.name: ServedModel(engine.card, EngineItem(engine.backend, engine.why))}
+    card = engine.card
+    served = {card.name: ServedModel(card, EngineItem(engine.backend, engine.why))}
     state = detector.initial_state()
     session = Session("session", served, state, config=SessionConfig(), gate=GATE, now_s=0.0, turn_model=judge.name)
-    seen = Simulation(session, engine, detector, turn_detector=judge).run(_said(way.hello, samples))
+    seen = Simulation(session, engine, detector, turn_detector=judge).run(
+        _said(msgspec.structs.replace(way.hello, model=card.name), samples)
+    )
     return [item.at_s - item.message.speech_end_s for item in seen if isinstance(item.message, SpeechEnded)]
 
 
@@ -134,8 +143,9 @@ def _said(hello: Hello, samples: Samples) -> Iterator[tuple[float, Input]]:
 def recordings(manifest: Path, every: int) -> Iterator[tuple[bool, Samples]]:
     """English speech, and whether it is spontaneous; silence behind it."""
     lines = [json.loads(line) for line in manifest.read_text(encoding="utf-8").splitlines() if line.strip()]
-    wanted = [line for line in lines if line["language"] == "en" and line["kind"] not in _LEFT_OUT]
-    for line in wanted[::every]:
+    english = [line for line in lines if line["language"] == "en" and line["kind"] not in _LEFT_OUT]
+    spontaneous = [line for line in english if line["kind"] in SPONTANEOUS]
+    for line in [*spontaneous, *[line for line in english if line not in spontaneous][::every]]:
         try:
             samples, _ = read_audio(manifest.parent / line["file"])
         except AudioFileError:
@@ -148,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="whisper-tiny.en")
     parser.add_argument("--manifest", type=Path, default=DEFAULT_MANIFEST)
-    parser.add_argument("--every", type=int, default=1, help="take every nth recording")
+    parser.add_argument("--every", type=int, default=1, help="take every nth of read speech")
     arguments = parser.parse_args()
     from models.catalog import load_engine
     from models.smart_turn import SmartTurn
@@ -161,15 +171,17 @@ def main() -> None:
     judge = RememberingJudge(SmartTurn(turn_model()))
     compared = ways(engine)
     tallies: dict[bool, dict[str, Tally]] = {kind: {way.name: Tally() for way in compared} for kind in (True, False)}
+    nothing_written = RememberingEngine(SpellingEngine())  # where silence alone decides
     for is_spontaneous, samples in recordings(arguments.manifest, arguments.every):
         pauses = n_pauses(samples, detector)
         for way in compared:
-            delays_s = ends(way, samples, engine, detector, judge)
+            delays_s = ends(way, samples, engine if way.needs_text else nothing_written, detector, judge)
             tally = tallies[is_spontaneous][way.name]
             tally.n_pauses += pauses
             tally.n_cuts += max(0, len(delays_s) - 1)
             tally.delays_s += delays_s[-1:]
-        for memory in (engine, detector, judge):
+        print(len(judge.costs_ms), "pauses judged", file=sys.stderr)
+        for memory in (engine, nothing_written, detector, judge):
             memory.forget()
     print(heading("Ends of turns: silence, text and a model"))
     print(f"{(__doc__ or '').split(chr(10) * 2)[1].partition(' Run from')[0]}\n")
