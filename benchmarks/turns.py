@@ -1,151 +1,130 @@
-"""How often a turn is cut at a pause inside it, and how long its end is waited for: silence, text, the model of turns.
+"""How often a turn would be cut at a pause inside it, and how long its end is waited for: silence, text, the model.
 
-Every English recording with ten seconds of silence behind it, on a virtual clock where decodes take no time. A pause is
-silence of 0.2 s or more that speech follows in the same recording, and a cut is a turn that ends in one. Some pauses do
-lie between sentences, and some recordings do end inside one, so neither figure can reach zero: what counts is how ways
-compare. Run from the project's root; prints Markdown:
+Every English recording but those of several voices at once, with silence behind it. At each pause, 0.2 s of silence,
+the text so far is decoded and the model of turns is asked; how much silence then ends the turn is what the doors make
+of both. A pause is cut if it lasts longer than that. Some pauses do lie between sentences, and some recordings do end
+inside one, so no way can cut none and wait for nothing: what counts is how the ways compare.
+
+Run from the project's root; prints Markdown:
 
     python -m benchmarks.turns > benchmarks/results/turns.md
 """
 
 import argparse
 import json
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.recordings import DEFAULT_MANIFEST
-from benchmarks.remembering import RememberingDetector, RememberingEngine, RememberingJudge, SpellingEngine
 from benchmarks.report import heading
 from gateway.audio_file import AudioFileError, read_audio
-from gateway.config import DEFAULT_HANGOVER_MS, SessionConfig
 from gateway.doors.deepgram_turns import Thresholds
-from gateway.doors.door import House
-from gateway.doors.openai_session import EAGERNESS, TranscriptionSession, TurnDetection
-from gateway.messages import Audio, AudioSpec, Bye, EngineItem, Hello, Input, SpeechEnded
-from gateway.session import ServedModel, Session
-from gateway.simulation import Simulation
-from streaming.engine import SpeechEngine
-from vad.audio import SAMPLE_RATE_HZ
+from gateway.doors.openai_session import EAGERNESS, Patience
+from streaming.endpoint import reads_complete
+from streaming.engine import Chunk, DecodeOptions, SpeechEngine
+from vad.audio import SAMPLE_RATE_HZ, SpeechSpan, seconds
 from vad.detector import SpeechDetector
 from vad.framer import Framer
-from vad.gate import Gate, GateSettings, SpeechResumed
-from vad.turn import TurnDetector
+from vad.gate import Gate, GateSettings, SpeechPaused, SpeechResumed, SpeechStarted
+from vad.turn import MAX_TURN_SAMPLES, TurnDetector
 
-GATE = GateSettings(hangover_ms=DEFAULT_HANGOVER_MS)
-TAIL_S = 10
-PACKET_SAMPLES = 512
+TAIL_S = 3
+MAX_DECODED_SAMPLES = 28 * SAMPLE_RATE_HZ
+GATE = GateSettings(hangover_ms=TAIL_S * 1_000)
 SPONTANEOUS = frozenset(
     {"disfluent", "spontaneous", "conversation", "meeting", "multichannel", "telephone", "telephone-g711"}
 )
 _LEFT_OUT = frozenset({"nonspeech", "formats", "overlap"})
 
-Samples = NDArray[np.float32]  # [n_samples] at 16 kHz
+Samples: TypeAlias = NDArray[np.float32]  # [n_samples] at 16 kHz
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to tell the end of a turn."""
+class Pause:
+    """What is known 0.2 s into a pause, and how long it lasted; ``None`` where nobody spoke again."""
 
-    name: str
-    hello: Hello
-
-    @property
-    def needs_text(self) -> bool:
-        """Whether what is written can end a turn."""
-        return isinstance(self.hello.sentence_hangover_ms, int)
+    is_spontaneous: bool
+    probability: float  # of the model, that this is the end
+    is_complete: bool  # the text reads as a finished sentence
+    silence_s: float | None
 
 
-@dataclass(slots=True)
-class Tally:
-    """What came of one way for one kind of speech."""
-
-    n_pauses: int = 0
-    n_cuts: int = 0
-    delays_s: list[float] = field(default_factory=list)
+Way: TypeAlias = Callable[[Pause], float]  # how much silence ends the turn, in seconds
 
 
-def ways(engine: SpeechEngine) -> list[Way]:
+def ways() -> dict[str, Way]:
     """Silence alone, and what the doors make of their protocols' options, without the model and with it."""
-    found = [Way(f"silence, {ms / 1_000:g} s", _hello(hangover_ms=ms)) for ms in (300, 500, 800, 1_200)]
-    for eagerness in EAGERNESS:
-        for has_model in (False, True):
-            house = House({engine.card.name: engine.card}, GATE, SessionConfig(), has_turn_model=has_model)
-            turns = TurnDetection(silence_duration_ms=EAGERNESS[eagerness].longest_ms, eagerness=eagerness)
-            hello = TranscriptionSession(engine.card.name, turn_detection=turns).hello(house)
-            hello = msgspec.structs.replace(hello, speech_threshold=GATE.threshold)
-            found.append(Way(f"`semantic_vad` {eagerness}, {'model' if has_model else 'text'}", _plain(hello)))
-    for has_model in (False, True):
-        thresholds = Thresholds()
-        pauses = thresholds.pauses_ms(is_punctuated=True, has_turn_model=has_model)
-        hello = _hello(
-            hangover_ms=pauses[0],
-            sentence_hangover_ms=pauses[1],
-            turn_hangover_ms=pauses[2],
-            turn_threshold=thresholds.eot_threshold,
-        )
-        found.append(Way(f"`/v2/listen`, {'model' if has_model else 'text'}", hello))
+    found: dict[str, Way] = {f"silence, {s} s": lambda pause, s=s: s for s in (0.3, 0.5, 0.8, 1.2)}  # type: ignore[misc]
+    for eagerness, patience in EAGERNESS.items():
+        found[f"`semantic_vad` {eagerness}, text"] = _by_text(patience.done_ms, patience.longest_ms)
+        found[f"`semantic_vad` {eagerness}, model"] = _by_model(patience)
+    thresholds = Thresholds()
+    longest_ms, sentence_ms, _ = thresholds.pauses_ms(is_punctuated=True, has_turn_model=False)
+    _, doubted_ms, done_ms = thresholds.pauses_ms(is_punctuated=True, has_turn_model=True)
+    assert sentence_ms is not None and doubted_ms is not None and done_ms is not None
+    found["`/v2/listen`, text"] = _by_text(sentence_ms, longest_ms)
+    found["`/v2/listen`, model"] = _by_model(Patience(longest_ms, doubted_ms, done_ms, thresholds.eot_threshold))
     return found
 
 
-def _hello(**turns: int | float | None) -> Hello:
-    audio = {"encoding": "f32le", "sample_rate_hz": SAMPLE_RATE_HZ}
-    return _plain(msgspec.convert({"type": "hello", "audio": audio, **turns}, Hello))
+def _by_text(sentence_ms: int, longest_ms: int) -> Way:
+    return lambda pause: (sentence_ms if pause.is_complete else longest_ms) / 1_000
 
 
-def _plain(hello: Hello) -> Hello:
-    """With audio as it is here, and few partials, which end nothing."""
-    return msgspec.structs.replace(hello, audio=AudioSpec("f32le", SAMPLE_RATE_HZ), partial_interval_ms=10_000)
+def _by_model(patience: Patience) -> Way:
+    def silence_s(pause: Pause) -> float:
+        if pause.probability >= patience.threshold:
+            return patience.done_ms / 1_000
+        return (patience.doubted_ms if pause.is_complete else patience.longest_ms) / 1_000
+
+    return silence_s
 
 
-def n_pauses(samples: Samples, detector: SpeechDetector) -> int:
-    """Silences that speech follows."""
-    gate = Gate(GateSettings(hangover_ms=TAIL_S * 1_000))
+def judged(
+    samples: Samples, is_spontaneous: bool, engine: SpeechEngine, detector: SpeechDetector, judge: TurnDetector
+) -> Iterator[Pause]:
+    """Every pause of a recording that ends in silence."""
+    for start_sample, at_sample, resumed_sample in _pauses(samples, detector):
+        decoded_from = max(start_sample, at_sample - MAX_DECODED_SAMPLES)
+        chunk = Chunk(SpeechSpan(decoded_from, at_sample), samples[decoded_from:at_sample], is_final=True)
+        [hypothesis] = engine.decode([(engine.open(DecodeOptions()), chunk)])
+        probability = judge.probability(samples[max(start_sample, at_sample - MAX_TURN_SAMPLES) : at_sample])
+        silence_s = None if resumed_sample is None else seconds(resumed_sample - at_sample) + GATE.pause_ms / 1_000
+        yield Pause(is_spontaneous, probability, reads_complete(hypothesis.words), silence_s)
+
+
+def _pauses(samples: Samples, detector: SpeechDetector) -> list[tuple[int, int, int | None]]:
+    """Of each pause: where its turn began, where it was known to be one, and where speech went on, if it did."""
     windows = Framer().push(samples)
-    [(probabilities, _)] = detector.score(
-        [(detector.initial_state(), np.stack([window.samples for window in windows]))]
-    )
-    events = [
-        event
-        for window, probability in zip(windows, probabilities, strict=True)
-        for event in gate.push(window.start_sample, float(probability))
-    ]
-    return sum(isinstance(event, SpeechResumed) for event in events)
-
-
-def ends(
-    way: Way, samples: Samples, engine: SpeechEngine, detector: SpeechDetector, judge: TurnDetector
-) -> list[float]:
-    """How long after its last voice each turn ended."""
-    card = engine.card
-    served = {card.name: ServedModel(card, EngineItem(engine.backend, engine.why))}
-    state = detector.initial_state()
-    session = Session("session", served, state, config=SessionConfig(), gate=GATE, now_s=0.0, turn_model=judge.name)
-    seen = Simulation(session, engine, detector, turn_detector=judge).run(
-        _said(msgspec.structs.replace(way.hello, model=card.name), samples)
-    )
-    return [item.at_s - item.message.speech_end_s for item in seen if isinstance(item.message, SpeechEnded)]
-
-
-def _said(hello: Hello, samples: Samples) -> Iterator[tuple[float, Input]]:
-    yield 0.0, hello
-    for at in range(0, len(samples), PACKET_SAMPLES):
-        packet = samples[at : at + PACKET_SAMPLES]
-        yield (at + len(packet)) / SAMPLE_RATE_HZ, Audio(packet.astype("<f4").tobytes())
-    yield len(samples) / SAMPLE_RATE_HZ, Bye()
+    stacked = np.stack([window.samples for window in windows])
+    [(probabilities, _)] = detector.score([(detector.initial_state(), stacked)])
+    gate, start_sample = Gate(GATE), 0
+    found: list[tuple[int, int, int | None]] = []
+    for window, probability in zip(windows, probabilities, strict=True):
+        for event in gate.push(window.start_sample, float(probability)):
+            match event:
+                case SpeechStarted():
+                    start_sample = event.start_sample
+                    if found and found[-1][2] is None:
+                        found[-1] = (*found[-1][:2], event.onset_sample)
+                case SpeechPaused(at_sample):
+                    found.append((start_sample, at_sample, None))
+                case SpeechResumed(at_sample):
+                    found[-1] = (*found[-1][:2], at_sample)
+    return found
 
 
 def recordings(manifest: Path, every: int) -> Iterator[tuple[bool, Samples]]:
     """English speech, and whether it is spontaneous; silence behind it."""
     lines = [json.loads(line) for line in manifest.read_text(encoding="utf-8").splitlines() if line.strip()]
-    english = [line for line in lines if line["language"] == "en" and line["kind"] not in _LEFT_OUT]
-    spontaneous = [line for line in english if line["kind"] in SPONTANEOUS]
-    for line in [*spontaneous, *[line for line in english if line not in spontaneous][::every]]:
+    wanted = [line for line in lines if line["language"] == "en" and line["kind"] not in _LEFT_OUT]
+    for line in wanted[::every]:
         try:
             samples, _ = read_audio(manifest.parent / line["file"])
         except AudioFileError:
@@ -153,56 +132,83 @@ def recordings(manifest: Path, every: int) -> Iterator[tuple[bool, Samples]]:
         yield line["kind"] in SPONTANEOUS, np.concatenate([samples, np.zeros(TAIL_S * SAMPLE_RATE_HZ, np.float32)])
 
 
+class TimedJudge:
+    """A model of turns, and the CPU milliseconds of each answer."""
+
+    def __init__(self, detector: TurnDetector) -> None:
+        self.name = detector.name
+        self.costs_ms: list[float] = []
+        self._detector = detector
+
+    def probability(self, samples: Samples) -> float:
+        """See ``TurnDetector``."""
+        began_s = time.process_time()
+        probability = self._detector.probability(samples)
+        self.costs_ms.append((time.process_time() - began_s) * 1_000)
+        return probability
+
+
 def main() -> None:
-    """Measure and print."""
+    """Measure, or take what was measured before, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="whisper-tiny.en")
     parser.add_argument("--manifest", type=Path, default=DEFAULT_MANIFEST)
-    parser.add_argument("--every", type=int, default=1, help="take every nth of read speech")
+    parser.add_argument("--every", type=int, default=1, help="take every nth recording")
+    parser.add_argument("--save", type=Path, help="write what was found at each pause")
+    parser.add_argument("--saved", type=Path, help="do not measure: read that")
     arguments = parser.parse_args()
+    pauses, costs_ms = _read(arguments.saved) if arguments.saved else _measured(arguments)
+    if arguments.save:
+        found = {"pauses": [asdict(pause) for pause in pauses], "costs_ms": costs_ms}
+        arguments.save.write_text(json.dumps(found), encoding="utf-8")
+    print(heading("Ends of turns: silence, text and a model"))
+    print(f"{(__doc__ or '').split(chr(10) * 2)[1]}\n")
+    for kind, name in ((True, "Spontaneous speech and calls"), (False, "Read speech and short commands")):
+        print(f"## {name}\n\n{_table([pause for pause in pauses if pause.is_spontaneous == kind])}\n")
+    if costs_ms:
+        median_ms, high_ms = np.percentile(costs_ms, [50, 95])
+        print(f"The model takes {median_ms:.0f} ms of one core for a pause; {high_ms:.0f} ms at the 95th percentile.")
+
+
+def _measured(arguments: argparse.Namespace) -> tuple[list[Pause], list[float]]:
     from models.catalog import load_engine
     from models.smart_turn import SmartTurn
     from models.store import turn_model
     from vad.levels import TwoLevelDetector
     from vad.silero import SileroDetector
 
-    engine = RememberingEngine(load_engine(arguments.model, n_threads=1))
-    detector = RememberingDetector(TwoLevelDetector(SileroDetector()))
-    judge = RememberingJudge(SmartTurn(turn_model()))
-    compared = ways(engine)
-    tallies: dict[bool, dict[str, Tally]] = {kind: {way.name: Tally() for way in compared} for kind in (True, False)}
-    nothing_written = RememberingEngine(SpellingEngine())  # where silence alone decides
-    for is_spontaneous, samples in recordings(arguments.manifest, arguments.every):
-        pauses = n_pauses(samples, detector)
-        for way in compared:
-            delays_s = ends(way, samples, engine if way.needs_text else nothing_written, detector, judge)
-            tally = tallies[is_spontaneous][way.name]
-            tally.n_pauses += pauses
-            tally.n_cuts += max(0, len(delays_s) - 1)
-            tally.delays_s += delays_s[-1:]
-        print(len(judge.costs_ms), "pauses judged", file=sys.stderr)
-        for memory in (engine, nothing_written, detector, judge):
-            memory.forget()
-    print(heading("Ends of turns: silence, text and a model"))
-    print(f"{(__doc__ or '').split(chr(10) * 2)[1].partition(' Run from')[0]}\n")
-    for kind, name in ((True, "Spontaneous speech and calls"), (False, "Read speech and short commands")):
-        print(f"## {name}\n\n{_table(tallies[kind])}\n")
-    costs_ms = np.array(judge.costs_ms)
-    median_ms, high_ms = np.percentile(costs_ms, [50, 95])
-    print(f"The model takes {median_ms:.0f} ms of one core for a pause, {high_ms:.0f} ms at the 95th percentile of")
-    print(f"{len(costs_ms)} pauses.")
-
-
-def _table(tallies: Mapping[str, Tally]) -> str:
-    rows = [
-        "| the end is told by | pauses | cut | ends | waited, median s | mean s | 90th percentile s |",
-        "|---|---|---|---|---|---|---|",
+    engine = load_engine(arguments.model, n_threads=1)
+    detector, judge = TwoLevelDetector(SileroDetector()), TimedJudge(SmartTurn(turn_model()))
+    pauses = [
+        pause
+        for is_spontaneous, samples in recordings(arguments.manifest, arguments.every)
+        for pause in judged(samples, is_spontaneous, engine, detector, judge)
     ]
-    for name, tally in tallies.items():
-        share = 100 * tally.n_cuts / max(1, tally.n_pauses)
-        median_s, high_s = np.percentile(tally.delays_s, [50, 90]) if tally.delays_s else (np.nan, np.nan)
-        counts = f"{tally.n_pauses} | {share:.0f} % | {len(tally.delays_s)}"
-        rows.append(f"| {name} | {counts} | {median_s:.2f} | {np.mean(tally.delays_s):.2f} | {high_s:.2f} |")
+    return pauses, judge.costs_ms
+
+
+def _read(path: Path) -> tuple[list[Pause], list[float]]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return [Pause(**pause) for pause in found["pauses"]], found["costs_ms"]
+
+
+def _table(pauses: Sequence[Pause]) -> str:
+    silences_s = [pause.silence_s for pause in pauses if pause.silence_s is not None]
+    inside = [pause for pause in pauses if pause.silence_s is not None]
+    ends = [pause for pause in pauses if pause.silence_s is None]
+    if not inside or not ends:
+        return "Too few pauses."
+    rows = [
+        f"| the end is told by | cut, of {len(inside)} pauses | waited at {len(ends)} ends, median s | mean s "
+        "| 90th percentile s |",
+        "|---|---|---|---|---|",
+    ]
+    for name, way in ways().items():
+        n_cut = sum(silence_s > way(pause) for silence_s, pause in zip(silences_s, inside, strict=True))
+        waited_s = [way(pause) for pause in ends]
+        median_s, high_s = np.percentile(waited_s, [50, 90])
+        share = f"{100 * n_cut / len(inside):.0f} %"
+        rows.append(f"| {name} | {share} | {median_s:.2f} | {np.mean(waited_s):.2f} | {high_s:.2f} |")
     return "\n".join(rows)
 
 
