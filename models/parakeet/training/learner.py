@@ -199,6 +199,11 @@ def _spans(n: Tensor, widest: Tensor, length: int, n_spans: int) -> Tensor:
     return ((position >= start) & (position < start + width)).any(dim=1)
 
 
+def batch_norms(learner: Learner) -> list[nn.BatchNorm1d]:
+    """Those of the encoder's blocks."""
+    return [module for module in learner.modules() if isinstance(module, nn.BatchNorm1d)]
+
+
 class Average:
     """An exponential mean of a network's parameters: better than where the last steps left them."""
 
@@ -224,8 +229,7 @@ class Average:
     @torch.no_grad()
     def measure_norms(self, batches: list[tuple[Batch, Contexts | None]]) -> None:
         """Gives the batch norms the means and deviations that the averaged network has, as its weights' mean."""
-        norms = [module for module in self.learner.modules() if isinstance(module, nn.BatchNorm1d)]
-        for norm in norms:
+        for norm in batch_norms(self.learner):
             norm.reset_running_stats()
             norm.momentum = None  # the mean of all that follows
             norm.train()

@@ -27,7 +27,7 @@ from models.parakeet.config import SUBSAMPLING, ParakeetConfig
 from models.parakeet.reference import Parakeet
 from models.parakeet.training.buffers import Contexts, draw_contexts
 from models.parakeet.training.data import SAMPLE_RATE_HZ, SPLIT_SEED, held_out_speakers, read_list, read_words, spoken
-from models.parakeet.training.learner import Average, Learner, Regularisation
+from models.parakeet.training.learner import Average, Learner, Regularisation, batch_norms
 from models.parakeet.training.streams import (
     NO_WORDS,
     Augmentation,
@@ -80,6 +80,7 @@ class Plan:
     average_decay: float = 0.999
     report_every_s: float = 25.0
     n_norm_batches: int = 60  # over which the batch norms of the averaged network are measured
+    keeps_norms: bool = False  # the batch norms stay as they are, since small batches tell little of them
     max_steps: int | None = None
 
 
@@ -87,15 +88,16 @@ def gently(plan: Plan) -> Plan:
     """The same for a network that hears already, but has no second head any more: all alignments at a low rate."""
     return replace(
         plan,
-        peak_rate=4e-4,
+        peak_rate=3e-4,
         warm_up=0.03,
         ctc_weight=0.0,
         path_first=0.0,
         plain_first=0.0,
-        lengths_s=(4.0, 8.0, 12.0),
+        lengths_s=(2.0, 4.0, 8.0, 12.0),
         buffered_share=0.1,
         average_decay=0.99,
-        report_every_s=120.0,
+        report_every_s=600.0,
+        keeps_norms=True,
     )
 
 
@@ -219,6 +221,9 @@ def train(
     has_paths = any(recording.words is not None for recording in recordings)
     test = held_out_batches(held_out, tokenizer, plan.seed)
     course = Course(learner.train(), Average(learner, plan.average_decay), optimizer, plan, time.monotonic())
+    if plan.keeps_norms:
+        for norm in batch_norms(learner):
+            norm.eval()
     sums, n_summed, reported_s = torch.zeros(3), 0, 0.0
     with ThreadPoolExecutor(max_workers=1) as ahead:  # the next batch is made while gradients are computed
         coming = ahead.submit(next, along_paths if has_paths and plan.path_first else freely)
@@ -235,7 +240,8 @@ def train(
                 report(course, means)
                 save(course.average.learner.parakeet, tokenizer, out)
                 sums, n_summed, reported_s = torch.zeros(3), 0, course.elapsed_s
-    course.average.measure_norms(list(islice(freely, plan.n_norm_batches)))
+    if not plan.keeps_norms:
+        course.average.measure_norms(list(islice(freely, plan.n_norm_batches)))
     report(course, course.held_out_losses(test) if test else [])
     save(course.average.learner.parakeet, tokenizer, out)
     return course.average.learner.parakeet
