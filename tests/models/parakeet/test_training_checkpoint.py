@@ -1,4 +1,4 @@
-"""The small Parakeet that comes with the project: it loads as any other, and hears digits and sentences, if not well."""
+"""The small Parakeet that comes with the project: it loads as any other, and hears digits and, worse, sentences."""
 
 import json
 from functools import cache
