@@ -165,7 +165,7 @@ CATALOG: Mapping[str, CatalogEntry] = {
     ),
     "parakeet-tiny": CatalogEntry(
         _load_files,
-        "a small Parakeet TDT for tests and demos, English, 5.8 M parameters; most words of strangers are wrong",
+        "Parakeet TDT for tests and demos, English, 5.8 M parameters; errors: digits in a row 25 %, sentences 85 %",
         _BUILT_IN,
         licence="CC-BY-SA-4.0",  # as the recordings that it learnt digits from
         size_mb=0,
