@@ -28,14 +28,14 @@ from .greedy import Emission, TransducerState
 from .recording import TranscribedPart, parts_of, recording_chunks
 from .tokens import Pieces, TimedToken, split_words, words_of
 
-# Silence added behind what may be the end. There is none: features are normalised over the whole buffer, so that
-# digital silence shifts those of the speech, and with 80 to 960 ms of it fewer last words come than without
-# (benchmarks/results/parakeet_streaming.md). The recordings that the networks learnt from end without it, too.
+# Digital silence added behind what may be the end: none. It shifts the features of the speech, which are normalised
+# over the whole buffer, and keeps no more last words at a flush (benchmarks/results/parakeet_streaming.md).
 PADDING_SAMPLES = 0
 
 MAX_WINDOW_FRAMES = 500  # 40 s; attention over all of it takes memory with the square
 
-# NeMo's streaming script hears 10 s before a chunk and 2 s behind it.
+# NeMo's streaming script hears 10 s before a chunk and 2 s behind it; half of the latter takes half the delay, for words
+# that hardly differ more from those of one piece (benchmarks/results/parakeet_streaming.md).
 CONTEXT = TransducerContext(
     frame_samples=FRAME_SAMPLES,
     left_samples=125 * FRAME_SAMPLES,
