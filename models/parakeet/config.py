@@ -19,6 +19,18 @@ FRAME_SAMPLES = HOP_SAMPLES * SUBSAMPLING  # one encoder frame, 80 ms
 DEFAULT_MAX_SYMBOLS = 10  # of every published checkpoint
 MODEL_TYPE = "parakeet_tdt"  # in a config.json
 
+_COUNTS = (  # sizes of which there is one at least
+    "n_mels",
+    "n_layers",
+    "d_model",
+    "n_heads",
+    "d_ffn",
+    "conv_kernel",
+    "subsampling_channels",
+    "d_predictor",
+    "n_predictor_layers",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ParakeetConfig:
@@ -43,6 +55,8 @@ class ParakeetConfig:
     attention_span: tuple[int, int] | None = None  # frames seen to the left and right; None: all
 
     def __post_init__(self) -> None:
+        if small := [name for name in _COUNTS if getattr(self, name) < 1]:
+            raise ValueError(f"{small[0]} is {getattr(self, small[0])}, should be 1 or more")
         if self.d_model % self.n_heads or self.d_model % 2:
             raise ValueError(f"width {self.d_model} is not even, or not a multiple of {self.n_heads} heads")
         if self.n_mels % SUBSAMPLING:
@@ -53,6 +67,10 @@ class ParakeetConfig:
             raise ValueError(f"blank {self.blank_id} is none of {self.vocabulary_size} tokens")
         if not self.durations or min(self.durations) < 0 or self.max_symbols < 1:
             raise ValueError(f"durations {self.durations} or max_symbols {self.max_symbols} can't be decoded with")
+        if self.attention_span is not None and min(self.attention_span) < 0:
+            raise ValueError(
+                f"attention over {self.attention_span} frames to the left and right; accepted are 0 or more"
+            )
 
     @property
     def n_logits(self) -> int:
@@ -113,7 +131,7 @@ class ParakeetConfig:
         encoder = _mapping(settings, "encoder", source)
         prediction = _mapping(_mapping(settings, "decoder", source), "prednet", source)
         decoding = _mapping(settings, "decoding", source)
-        greedy = decoding.get("greedy") or {}
+        greedy = _mapping(decoding, "greedy", source) if decoding.get("greedy") is not None else {}
         joint = _mapping(settings, "joint", source)
         d_model, d_predictor = _integer(encoder, "d_model", source), _integer(prediction, "pred_hidden", source)
         _expect(
@@ -213,7 +231,7 @@ def _integer(settings: Mapping[str, Any], name: str, source: str, *, default: in
 
 def _integers(settings: Mapping[str, Any], name: str, source: str) -> tuple[int, ...]:
     value = settings.get(name)
-    if not isinstance(value, list) or not all(isinstance(number, int) for number in value):
+    if not isinstance(value, list) or not value or not all(isinstance(number, int) for number in value):
         raise ModelFilesError(f"{source}: {name} should be a list of whole numbers, is {value!r}")
     return tuple(value)
 

@@ -6,10 +6,12 @@ computes.
 """
 
 import io
+import lzma
 import re
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,10 @@ _CONFIG = "model_config.yaml"
 _WEIGHTS = "model_weights.ckpt"
 _UNPACKED_WEIGHTS = "model_weights/"  # torch's own zip, its members put among the others
 _TOKENIZER = re.compile(r"(.+_)?tokenizer\.model")
+_MAX_READ_BYTES = 16 << 20  # of the configuration or the tokenizer: lists of some ten thousand pieces take one or two
+
+# What the libraries raise for damaged archives.
+_DAMAGES = (OSError, EOFError, tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
 
 # NeMo's name of a part of a tensor's name → transformers'.
 _RENAMED = (
@@ -73,7 +79,7 @@ def read_nemo(path: Path) -> NemoModel:
             config = ParakeetConfig.from_nemo(settings, n_pieces=len(spelt), source=f"{_CONFIG} of {path}")
             pieces = Pieces.of(spelt, n_tokens=config.vocabulary_size, blank_id=config.blank_id, source=str(path))
             tensors = _without_front_end(_weights(archive, path), config, path)
-    except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
+    except _DAMAGES as error:
         raise ModelFilesError(f"{path}: not a readable archive: {error}") from error
     return NemoModel(config, pieces, {renamed(name): tensor for name, tensor in tensors.items()})
 
@@ -102,7 +108,10 @@ class _Zip:
         return [name for name in self._file.namelist() if not name.endswith("/")]
 
     def open(self, name: str) -> IO[bytes]:
-        return self._file.open(name)
+        try:
+            return self._file.open(name)
+        except RuntimeError as error:  # encrypted, or packed in an unknown way
+            raise zipfile.BadZipFile(str(error)) from error
 
 
 class _Tar:
@@ -140,7 +149,10 @@ def _read(archive: _Archive, name: str, path: Path) -> bytes:
     if name not in archive.names():
         raise ModelFilesError(f"{path} lacks {name}; it holds {', '.join(sorted(archive.names())[:10])}")
     with archive.open(name) as member:
-        return member.read()
+        content = member.read(_MAX_READ_BYTES + 1)  # a few packed bytes may stand for more than the memory holds
+    if len(content) > _MAX_READ_BYTES:
+        raise ModelFilesError(f"{name} of {path} has more than the {_MAX_READ_BYTES >> 20} MiB that are read")
+    return content
 
 
 # --- what is in them -------------------------------------------------------------------------------------------------
@@ -149,7 +161,7 @@ def _read(archive: _Archive, name: str, path: Path) -> bytes:
 def _settings(archive: _Archive, path: Path) -> Mapping[str, Any]:
     try:
         settings = yaml.safe_load(_read(archive, _CONFIG, path))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also: no such date; too deep
         raise ModelFilesError(f"{_CONFIG} of {path}: not readable: {error}") from error
     if not isinstance(settings, dict):
         raise ModelFilesError(f"{_CONFIG} of {path} should hold a mapping, holds {type(settings).__name__}")
@@ -190,7 +202,9 @@ def _unpickled(file: IO[bytes], path: Path) -> Tensors:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's reader and unpickler raise whatever fits
         raise WeightsError(f"weights of {path} are not readable: {str(error).partition(chr(10))[0]}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+    ):
         raise WeightsError(f"weights of {path} should be a mapping of names to tensors")
     return dict(tensors)
 

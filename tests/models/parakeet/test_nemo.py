@@ -1,6 +1,9 @@
 """NeMo's archives, tar and zip: the same model as transformers' layout, and every fault said."""
 
+import gzip
+import lzma
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,7 +71,9 @@ class Payload:
         return exec, ("raise SystemExit('code of the archive ran')",)
 
 
-@pytest.mark.parametrize("tensors", [{"joint.enc.weight": Payload()}, {"joint.enc.weight": 3}, [torch.zeros(1)]])
+@pytest.mark.parametrize(
+    "tensors", [{"joint.enc.weight": Payload()}, {"joint.enc.weight": 3}, {3: torch.zeros(1)}, [torch.zeros(1)]]
+)
 def test_an_archive_runs_no_code_and_holds_tensors_only(tmp_path: Path, tensors: object) -> None:
     with pytest.raises(WeightsError, match="weights of"):
         read_nemo(write_tar(tmp_path / "x.nemo", nemo_members(tensors=tensors)))
@@ -80,8 +85,9 @@ def test_a_bare_pickle_is_no_better(tmp_path: Path) -> None:
         read_nemo(write_tar(tmp_path / "x.nemo", members))
 
 
-def test_yaml_makes_no_objects(tmp_path: Path) -> None:
-    members = nemo_members() | {"model_config.yaml": b"!!python/object/apply:os.system ['true']"}
+@pytest.mark.parametrize("content", [b"!!python/object/apply:os.system ['true']", b"created: 2001-99-99", b"[" * 5_000])
+def test_yaml_makes_no_objects_and_what_it_can_not_read_is_said(tmp_path: Path, content: bytes) -> None:
+    members = nemo_members() | {"model_config.yaml": content}
     with pytest.raises(ModelFilesError, match=r"model_config.yaml of .*: not readable"):
         read_nemo(write_tar(tmp_path / "x.nemo", members))
 
@@ -102,6 +108,43 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes) -> None:
         read_nemo(path)
 
 
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
+def test_a_compressed_archive_is_read_and_one_cut_short_is_refused(
+    tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
+    path = write_tar(tmp_path / "x.nemo", nemo_members())
+    packed = pack(path.read_bytes())
+    path.write_bytes(packed)
+    assert read_nemo(path).config == NEMO_SMALL
+    path.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(ModelFilesError, match="not a readable archive: Compressed file ended"):
+        read_nemo(path)
+
+
+def test_an_encrypted_zip_is_refused(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "x.nemo", nemo_members())
+    content = bytearray(path.read_bytes())
+    for member in zipfile.ZipFile(path).infolist():
+        content[member.header_offset + 6] |= 1
+    entry = zipfile.ZipFile(path).start_dir
+    while (entry := content.find(b"PK\x01\x02", entry)) >= 0:
+        content[entry + 8] |= 1
+        entry += 4
+    path.write_bytes(content)
+    with pytest.raises(ModelFilesError, match="not a readable archive: .* is encrypted"):
+        read_nemo(path)
+
+
+@pytest.mark.parametrize("name", ["model_config.yaml", "0123_tokenizer.model"])
+def test_a_few_bytes_that_unpack_to_very_many_are_not_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "x.nemo"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for member, content in (nemo_members() | {name: bytes(17 << 20)}).items():
+            file.writestr(member, content)
+    with pytest.raises(ModelFilesError, match=f"{name} of .* has more than the 16 MiB that are read"):
+        read_nemo(path)
+
+
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [
@@ -113,6 +156,11 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes) -> None:
         ("joint", {"num_extra_outputs": 3}, "num_extra_outputs is 3, only 5"),
         ("encoder", {"n_layers": "two"}, "n_layers should be a whole number, is 'two'"),
         ("encoder", {"n_heads": 5}, "not a multiple of 5 heads"),
+        ("encoder", {"n_heads": 0}, "n_heads is 0, should be 1 or more"),
+        ("encoder", {"n_layers": -1}, "n_layers is -1, should be 1 or more"),
+        ("encoder", {"self_attention_model": "rel_pos_local_attn", "att_context_size": []}, "should be a list"),
+        ("encoder", {"self_attention_model": "rel_pos_local_attn", "att_context_size": [-1, -1]}, "accepted are 0"),
+        ("decoding", {"greedy": "fast"}, "greedy should be an object"),
         ("decoding", {"durations": None}, "durations should be a list"),
         ("joint", {"jointnet": {"joint_hidden": 7, "activation": "relu"}}, "joint_hidden is 7"),
         ("decoder", {"prednet": None}, "prednet should be an object"),
