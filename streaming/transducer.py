@@ -296,18 +296,25 @@ class TransducerUtterance:
     def failed(self) -> list[Segment]:
         """The engine failed on the request under way: its audio comes again as part of the next.
 
-        Where there is none, at a final, it is asked once more; if that fails too, what only it would have heard is
-        lost.
+        Where that can't be, at a final or when no request can be longer, it is asked once more; if that fails too, what
+        only it would have heard is lost.
         """
         request = self._take_pending()
         self._pause_is_due = False
-        if request.purpose in (Purpose.PARTIAL, Purpose.PAUSE):
+        is_partial = request.purpose is Purpose.PARTIAL and not self._is_full(request)
+        if is_partial or request.purpose is Purpose.PAUSE:
             return self._finish_if_complete()
         self._n_failures += 1
         if self._n_failures < MAX_FAILURES:
             return []
         self._n_failures = 0
-        return self._cut_whole(request, self._segment.tentative) if request.purpose is Purpose.CUT else self._finish()
+        if request.purpose is Purpose.CUT:
+            return self._cut_whole(request, self._segment.tentative)
+        return self._finish() if request.purpose is Purpose.FINAL else self._give_up(request)
+
+    def _is_full(self, request: DecodeRequest) -> bool:
+        """Whether no more audio fits, so that the next request would be the same."""
+        return request.span.n_samples + self._chunking.frame_samples > self._chunking.max_window_samples
 
     def _take_pending(self) -> DecodeRequest:
         assert self._pending is not None, "a result without a request"
@@ -351,6 +358,14 @@ class TransducerUtterance:
         segment.begin(cut.sample, committed=committed, tentative=tentative)
         segment.language = language
         return finals
+
+    def _give_up(self, request: DecodeRequest) -> list[Segment]:
+        """Close the segment with the words there are, and begin anew behind what could not be decoded."""
+        self._segment.commit_all()
+        finals = self._segment.final(EndReason.MAX_SPAN, request.span.end_sample)
+        self._segment.begin(request.span.end_sample)
+        self._begin_stream(request.span.end_sample)
+        return [*finals, *self._finish_if_complete()]
 
     def _cut_whole(self, request: DecodeRequest, words: tuple[Word, ...]) -> list[Segment]:
         """Close a segment of which nothing is settled at the best of its ``words`` and begin anew behind it."""

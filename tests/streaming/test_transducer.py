@@ -316,6 +316,42 @@ def test_a_pause_far_behind_is_caught_up_with_and_an_engine_that_fails_there_is_
     assert spoken.utterance.due() is None
 
 
+def test_an_engine_that_keeps_failing_is_not_asked_in_vain_for_ever_and_words_behind_its_failures_are_heard() -> None:
+    tokens = steady(" ".join(f"w{n}" for n in range(500)))
+    spoken = talk(tokens)
+    hear_all(spoken, MAX_SPAN_SAMPLES)
+    for heard_sample in range(MAX_SPAN_SAMPLES, 2 * MAX_WINDOW_SAMPLES, CHUNKING.chunk_samples):
+        spoken.utterance.heard(heard_sample)
+        assert heard_sample - spoken.utterance.keep_from_sample < 2 * MAX_WINDOW_SAMPLES, "memory is bounded"
+        for _ in range(MAX_FAILURES):
+            spoken.serve(fails=True)
+        if any(final.span.end_sample > MAX_SPAN_SAMPLES for final in spoken.finals):
+            break
+        assert spoken.utterance.due() is None, "not again before there is more audio"
+    [lost] = [final for final in spoken.finals if final.end_reason is EndReason.MAX_SPAN]
+    assert text_of(lost.words).split()[:3] == ["w0", "w1", "w2"], "what was shown is kept"
+    end_sample = lost.span.end_sample + 50_000
+    hear_all(spoken, end_sample, start_sample=lost.span.end_sample)
+    spoken.utterance.ended(end_sample=end_sample, speech_end_sample=end_sample, reason=EndReason.SILENCE)
+    spoken.serve()
+    behind = [token.text.strip() for token in tokens if lost.span.end_sample <= token.sample < end_sample]
+    assert spoken.utterance.is_over and text_of(spoken.finals[-1].words).split() == behind
+
+
+def test_an_end_far_behind_that_fails_costs_the_audio_of_one_request() -> None:
+    tokens = steady(" ".join(f"w{n}" for n in range(400)))
+    spoken = talk(tokens)
+    spoken.utterance.heard(3 * MAX_WINDOW_SAMPLES)
+    spoken.utterance.ended(end_sample=1_000_000, speech_end_sample=990_000, reason=EndReason.STALL)
+    for _ in range(MAX_FAILURES):
+        assert spoken.utterance.due() is Purpose.CATCH_UP
+        spoken.serve(fails=True)
+    while spoken.serve():
+        pass
+    behind = [token.text.strip() for token in tokens if MAX_WINDOW_SAMPLES <= token.sample < 1_000_000]
+    assert spoken.utterance.is_over and spoken.text.split() == behind
+
+
 # ---------------------------------------------------------------- the second pass
 
 SECOND = chunking_of(CONTEXT, MAX_WINDOW_SAMPLES, second_pass=True)
