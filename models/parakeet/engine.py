@@ -200,11 +200,14 @@ class ParakeetEngine:
     def _state(self, stream: ParakeetStream, chunk: Chunk) -> TransducerState:
         """What the stream carries, unless it begins anew: as it is told to, or as its state was in a failed backend.
 
-        In the latter case the network forgets what was said. The words are settled all the same.
+        In the latter case the network forgets what was said, but frames passed over already belong to the last word and
+        would say it again. The words are settled all the same.
         """
         backend = self._backends.current
-        if stream.state is None or stream.backend is not backend or chunk.is_first:
+        if stream.state is None or chunk.is_first:
             return backend.start()
+        if stream.backend is not backend:
+            return replace(backend.start(), time_jump=stream.state.time_jump)
         return stream.state
 
     def _hear(self, chunks: Sequence[Chunk]) -> list[Heard]:

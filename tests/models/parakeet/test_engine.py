@@ -296,6 +296,31 @@ def test_when_a_backend_fails_the_next_one_goes_on_and_open_words_are_kept() -> 
     assert last.words[0].text.startswith(first.words[-1].text), "the open word goes on"
 
 
+def test_a_backend_that_takes_over_hears_no_frame_that_the_failed_one_has_passed_over() -> None:
+    @dataclass
+    class Watched(FrameReader):
+        given: list[TransducerState] = field(default_factory=list)
+
+        def decode(
+            self, batch: Sequence[tuple[Tensor, TransducerState]]
+        ) -> list[tuple[list[Emission], TransducerState]]:
+            self.given += [state for _, state in batch]
+            return super().decode(batch)
+
+    jumps = []
+    for edge in range(1, N_FRAMES // 2):
+        first, second = FrameReader(), Watched()
+        engine = engine_with(first, second)
+        stream = engine.open(DecodeOptions())
+        one(engine, stream, chunk(numbered(), 0, edge))
+        assert stream.state is not None
+        jumps.append(stream.state.time_jump)
+        first.decode = Broken().decode  # type: ignore[method-assign]
+        one(engine, stream, chunk(numbered(), edge, N_FRAMES, is_final=True))
+        assert second.given[0].time_jump == jumps[-1]
+    assert any(jumps), "some duration reached beyond an edge"
+
+
 def test_the_last_backends_failure_is_everyones() -> None:
     engine = engine_with(Broken())
     with pytest.raises(BackendError, match="the device is lost"):
