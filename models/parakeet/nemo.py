@@ -34,6 +34,7 @@ _WEIGHTS = "model_weights.ckpt"
 _UNPACKED_WEIGHTS = "model_weights/"  # torch's own zip, its members put among the others
 _TOKENIZER = re.compile(r"(.+_)?tokenizer\.model")
 _MAX_READ_BYTES = 16 << 20  # of the configuration or the tokenizer: lists of some ten thousand pieces take one or two
+_MAX_UNPACKING = 10  # how many times larger weights may be than the archive: they hardly pack
 
 # What the libraries raise for damaged archives.
 _DAMAGES = (OSError, EOFError, tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
@@ -97,6 +98,8 @@ def renamed(name: str) -> str:
 class _Archive(Protocol):
     def names(self) -> list[str]: ...
 
+    def n_bytes(self, name: str) -> int: ...
+
     def open(self, name: str) -> IO[bytes]: ...
 
 
@@ -106,6 +109,9 @@ class _Zip:
 
     def names(self) -> list[str]:
         return [name for name in self._file.namelist() if not name.endswith("/")]
+
+    def n_bytes(self, name: str) -> int:
+        return self._file.getinfo(name).file_size
 
     def open(self, name: str) -> IO[bytes]:
         try:
@@ -122,6 +128,9 @@ class _Tar:
 
     def names(self) -> list[str]:
         return list(self._members)
+
+    def n_bytes(self, name: str) -> int:
+        return self._members[name].size
 
     def open(self, name: str) -> IO[bytes]:
         opened = self._file.extractfile(self._members[name])
@@ -177,14 +186,22 @@ def _pieces(archive: _Archive, path: Path) -> dict[int, str]:
 
 def _weights(archive: _Archive, path: Path) -> Tensors:
     unpacked = [name for name in archive.names() if name.startswith(_UNPACKED_WEIGHTS)]
+    _refuse_bomb(archive, unpacked, path)
     if unpacked and _WEIGHTS not in archive.names():
         with tempfile.TemporaryFile() as packed:
             _pack(archive, unpacked, packed)
             return _unpickled(packed, path)
     if _WEIGHTS not in archive.names():
         raise ModelFilesError(f"{path} lacks {_WEIGHTS}, and a folder {_UNPACKED_WEIGHTS}")
+    _refuse_bomb(archive, [_WEIGHTS], path)
     with archive.open(_WEIGHTS) as member:
         return _unpickled(member, path)
+
+
+def _refuse_bomb(archive: _Archive, names: list[str], path: Path) -> None:
+    n_bytes = sum(archive.n_bytes(name) for name in names)
+    if n_bytes > _MAX_UNPACKING * path.stat().st_size:
+        raise WeightsError(f"weights of {path} unpack to {n_bytes} bytes, over {_MAX_UNPACKING} times the archive's")
 
 
 def _pack(archive: _Archive, names: list[str], into: IO[bytes]) -> None:

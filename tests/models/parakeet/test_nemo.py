@@ -145,6 +145,17 @@ def test_a_few_bytes_that_unpack_to_very_many_are_not_read(tmp_path: Path, name:
         read_nemo(path)
 
 
+@pytest.mark.parametrize("name", ["model_weights.ckpt", "model_weights/data/0"])
+def test_weights_that_unpack_to_very_many_bytes_are_not_written_to_a_disk(tmp_path: Path, name: str) -> None:
+    members = nemo_members() if name == "model_weights.ckpt" else with_unpacked_weights(nemo_members())
+    path = tmp_path / "x.nemo"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for member, content in (members | {name: bytes(20 << 20)}).items():
+            file.writestr(member, content)
+    with pytest.raises(WeightsError, match="unpack to 2[0-9]{7} bytes, over 10 times"):
+        read_nemo(path)
+
+
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [
