@@ -94,11 +94,6 @@ class Cutting:
     left_samples: int
     right_samples: int
 
-    @property
-    def decoded_until_sample(self) -> int:
-        """Where the chunk region ends, and so that of the next request begins."""
-        return self.span.end_sample - self.right_samples
-
 
 def cut_out(origin_sample: int, decoded_sample: int, heard_sample: int, chunking: Chunking) -> Cutting:
     """All that is new: what has its right context is the chunk region, which may be empty; the rest is right context.

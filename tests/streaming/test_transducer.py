@@ -69,7 +69,7 @@ def test_what_is_new_is_the_region_and_its_right_context(
     assert region_start == decoded_sample, "goes on where the last one ended"
     assert cutting.span.n_samples <= 480_000
     assert cutting.left_samples == min(n_decoded, 30) * FRAME_SAMPLES
-    region_samples = cutting.decoded_until_sample - region_start
+    region_samples = cutting.span.end_sample - cutting.right_samples - region_start
     assert region_samples >= 0 and region_samples % FRAME_SAMPLES == 0
     if region_samples:
         assert chunking.right_samples <= cutting.right_samples < chunking.right_samples + FRAME_SAMPLES
