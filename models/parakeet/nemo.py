@@ -215,6 +215,8 @@ def _pack(archive: _Archive, names: list[str], into: IO[bytes]) -> None:
 
 
 def _unpickled(file: IO[bytes], path: Path) -> Tensors:
+    if _is_compressed(file):
+        raise WeightsError(f"weights of {path} are compressed, which torch never does, and may have any size unpacked")
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's reader and unpickler raise whatever fits
@@ -224,6 +226,17 @@ def _unpickled(file: IO[bytes], path: Path) -> Tensors:
     ):
         raise WeightsError(f"weights of {path} should be a mapping of names to tensors")
     return dict(tensors)
+
+
+def _is_compressed(file: IO[bytes]) -> bool:
+    """Whether members of a zip as torch writes it are; of an older file that is no zip, nothing can be."""
+    try:
+        with zipfile.ZipFile(file) as members:
+            return any(member.compress_type != zipfile.ZIP_STORED for member in members.infolist())
+    except zipfile.BadZipFile:
+        return False
+    finally:
+        file.seek(0)
 
 
 def _without_front_end(tensors: Tensors, config: ParakeetConfig, path: Path) -> Tensors:

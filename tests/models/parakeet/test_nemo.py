@@ -1,6 +1,7 @@
 """NeMo's archives, tar and zip: the same model as transformers' layout, and every fault said."""
 
 import gzip
+import io
 import lzma
 import pickle
 import zipfile
@@ -154,6 +155,20 @@ def test_weights_that_unpack_to_very_many_bytes_are_not_written_to_a_disk(tmp_pa
             file.writestr(member, content)
     with pytest.raises(WeightsError, match="unpack to 2[0-9]{7} bytes, over 10 times"):
         read_nemo(path)
+
+
+def test_weights_compressed_inside_their_own_file_are_not_unpacked(tmp_path: Path) -> None:
+    members = nemo_members()
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(members["model_weights.ckpt"])) as weights,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file,
+    ):
+        for name in weights.namelist():
+            file.writestr(name, weights.read(name))
+    members["model_weights.ckpt"] = packed.getvalue()
+    with pytest.raises(WeightsError, match="are compressed, which torch never does"):
+        read_nemo(write_tar(tmp_path / "x.nemo", members))
 
 
 @pytest.mark.parametrize(
