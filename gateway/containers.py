@@ -7,6 +7,9 @@ RFC 7845). Does not know codecs, clocks or sockets. ``push`` raises ``ContainerE
 import struct
 
 MAX_ELEMENT_BYTES = 1 << 20  # of what is looked into; more is no live audio
+MAX_PACKET_BYTES = 1 << 16  # far above the longest that Opus has
+MAX_TRACKS = 16
+_MAX_NAME_BYTES, _MAX_HEAD_BYTES = 32, 1 << 10  # of a codec: as much as is kept
 OPUS_RATE_HZ = 48_000  # of its clock, whatever was recorded
 
 
@@ -68,15 +71,17 @@ class WebmOpus:
             case 0xD7:  # TrackNumber
                 self._entry.number = int.from_bytes(body, "big")
             case 0x86:  # CodecID
-                self._entry.codec = body.decode("ascii", "replace")
+                self._entry.codec = body[:_MAX_NAME_BYTES].decode("ascii", "backslashreplace")
             case 0x63A2:  # CodecPrivate
-                self._entry.head = body
+                self._entry.head = body[:_MAX_HEAD_BYTES]
             case 0xA3 | 0xA1:  # SimpleBlock, Block
                 return self._block(body)
             case _:
                 return None
         if self._entry.number is not None:
             self._codecs[self._entry.number] = self._entry.codec, self._entry.head
+            if len(self._codecs) > MAX_TRACKS:
+                raise ContainerError(f"the WebM stream has more than {MAX_TRACKS} tracks")
         return None
 
     def _block(self, body: bytes) -> bytes | None:
@@ -170,6 +175,8 @@ class OggOpus:
         for size in lacing:
             self._packet += body[at : at + size]
             at += size
+            if len(self._packet) > MAX_PACKET_BYTES:
+                raise ContainerError(f"a packet of the Ogg stream has more than {MAX_PACKET_BYTES} bytes")
             if size < 255:
                 packets.append(self._packet)
                 self._packet = b""

@@ -19,6 +19,7 @@ from gateway.resample import Resampler
 
 ACCEPTED = "WAV, and Opus in WebM or Ogg where senseway[media] is installed"
 MAX_WAV_HEADER_BYTES = 1 << 16
+MAX_PUSH_S = 60  # of Opus in one call: two bytes may stand for 0.12 s, and whoever decodes has others to serve
 _SNIFF_BYTES = 4
 _G722_RATE_HZ = 16_000
 
@@ -101,8 +102,15 @@ class ContainedOpus:
             packets = self._container.push(data)
         except ContainerError as error:
             raise LiveAudioError(str(error)) from error
-        parts = [self._resampler.push(self._without_pre_skip(self._decoder.decoded(packet))) for packet in packets]
-        return np.concatenate([np.zeros(0, np.float32), *parts])
+        parts = [np.zeros(0, np.float32)]
+        n_decoded = 0
+        for packet in packets:
+            samples = self._decoder.decoded(packet)
+            n_decoded += len(samples)
+            if n_decoded > MAX_PUSH_S * OPUS_RATE_HZ:
+                raise LiveAudioError(f"a frame of more than {MAX_PUSH_S} s of Opus; send it in shorter ones")
+            parts.append(self._resampler.push(self._without_pre_skip(samples)))
+        return np.concatenate(parts)
 
     def flush(self) -> Samples:
         """See ``LiveDecoder``."""

@@ -22,7 +22,7 @@ ENCODINGS = {"linear16": "s16le", "linear32": "s32le", "mulaw": "mulaw", "alaw":
 # A model that hears whole utterances needs more than the protocol's 10 ms to know that one is over.
 MIN_ENDPOINTING_MS, MAX_ENDPOINTING_MS = 300, 10_000
 MIN_UTTERANCE_END_MS = 1_000
-MAX_ENCODED_BYTES = 1 << 16  # decoded at once: some seconds of what browsers record, a few ten milliseconds of work
+MAX_ENCODED_BYTES = 1 << 16  # decoded at once: some seconds of what browsers record
 # Parameters that would change the text or the answer and can't be honoured; neutral values are taken in silence.
 WITHOUT_EFFECT = (
     "diarize",

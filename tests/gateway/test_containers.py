@@ -56,6 +56,33 @@ def test_a_second_ogg_stream_behind_the_first_goes_on() -> None:
     assert len(pushed("ogg", sound("ogg") * 2, 1_000)) == 2 * n_packets
 
 
+def ogg_page(flags: int, lacing: list[int], body: bytes) -> bytes:
+    return b"OggS\0" + bytes([flags]) + bytes(20) + bytes([len(lacing), *lacing]) + body
+
+
+def test_an_ogg_packet_that_never_ends_is_refused() -> None:
+    container = OggOpus()
+    container.push(ogg_page(2, [19], b"OpusHead" + bytes(11)))
+    container.push(ogg_page(0, [255] * 200, bytes(255 * 200)))
+    with pytest.raises(ContainerError, match="more than 65536 bytes"):
+        container.push(ogg_page(1, [255] * 200, bytes(255 * 200)))
+
+
+def track(number: int, codec: bytes) -> bytes:
+    return b"\xae\x80\xd7\x81" + bytes([number]) + b"\x86" + bytes([0x80 | len(codec)]) + codec
+
+
+def test_tracks_without_end_are_refused() -> None:
+    with pytest.raises(ContainerError, match="more than 16 tracks"):
+        WebmOpus().push(b"\x1aE\xdf\xa3\x80" + b"".join(track(number, b"A_AAC") for number in range(1, 18)))
+
+
+def test_a_codecs_name_is_told_short_and_in_ascii() -> None:
+    with pytest.raises(ContainerError) as caught:
+        WebmOpus().push(b"\x1aE\xdf\xa3\x80" + track(1, b"\xff" * 100) + b"\xa3\x84\x81\0\0\0")
+    assert str(caught.value).isascii() and len(str(caught.value)) < 200
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=200, deadline=None)
 @given(

@@ -91,6 +91,15 @@ def test_what_can_not_be_read_is_named(data: bytes, seen: str) -> None:
         Sniffed().push(data)
 
 
+def test_a_frame_that_unpacks_to_minutes_is_refused_before_it_is_decoded_whole() -> None:
+    head = b"\x1aE\xdf\xa3\x80\xae\x80\xd7\x81\x01\x86\x86A_OPUS"
+    block = b"\xa3\x86\x81\0\0\0\x1b\x02"  # two frames of 60 ms in two bytes
+    decoder = Sniffed()
+    assert len(decoder.push(head + block * 400)) > 47 * 16_000
+    with pytest.raises(LiveAudioError, match="more than 60 s"):
+        decoder.push(block * 600)
+
+
 def test_without_pyav_opus_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.live_audio.has_codecs", lambda: False)
     with pytest.raises(LiveAudioError, match=r"senseway\[media\]"):
