@@ -74,17 +74,17 @@ def turn_detector_of(choice: TurnModel) -> TurnDetector | None:
     """What the setting names, ``None`` where sessions go by punctuation and silence.
 
     Raises:
-        ModelUnavailableError: if the model is wanted by name and can't be had.
+        ModelError, OSError: if the model is wanted by name and can't be had.
     """
     if choice is TurnModel.NONE:
         return None
-    from models.errors import ModelUnavailableError
+    from models.errors import ModelError
     from models.smart_turn import SmartTurn  # torch, onnxruntime
     from models.store import turn_model
 
     try:
         return SmartTurn(turn_model())
-    except ModelUnavailableError as error:
+    except (ModelError, OSError) as error:  # a cache that can't be written, say
         if choice is TurnModel.SMART_TURN:
             raise
         log.warning("no model of turns, so pauses are judged by punctuation and silence: %s", error)

@@ -34,6 +34,26 @@ def test_a_model_that_can_not_be_had_is_left_out_with_a_warning(
     assert "punctuation and silence" in caplog.text
 
 
+def test_a_cache_that_can_not_be_written_does_not_keep_the_server_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SENSEWAY_CACHE", str(tmp_path / "file" / "cache"))
+    assert turn_detector_of(TurnModel.AUTO) is None
+    assert "punctuation and silence" in caplog.text
+    with pytest.raises(OSError):
+        turn_detector_of(TurnModel.SMART_TURN)
+
+
+def test_a_damaged_cache_does_not_keep_the_server_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SENSEWAY_CACHE", str(tmp_path))
+    (tmp_path / store._TURN_BUNDLE.folder_name).mkdir()
+    assert turn_detector_of(TurnModel.AUTO) is None
+    assert "remove that folder" in caplog.text
+
+
 def test_a_model_that_is_wanted_by_name_is_needed(nothing_to_be_had: None) -> None:
     with pytest.raises(ModelUnavailableError, match="no network"):
         turn_detector_of(TurnModel.SMART_TURN)
