@@ -181,6 +181,7 @@ def serving(model: str) -> Iterator[RunningServer]:
     command = [sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", str(port), "--model", model]
     home = str(Path(__file__).resolve().parents[2])
     environment = {
+        "SENSEWAY_TURN_MODEL": "none",  # not asked here, so not fetched: without network that may take pip minutes
         **os.environ,
         "PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep),
     }

@@ -1,5 +1,7 @@
 """The demo's figures from given arrivals, and its server."""
 
+from pathlib import Path
+
 import pytest
 
 from gateway.client_events import Event, Final, Partial, SpeechEnded, SpeechStarted, Word
@@ -76,3 +78,13 @@ def test_a_server_of_the_demo_stops_with_it() -> None:
         cpu_s = server.cpu_s()
         assert cpu_s is None or cpu_s > 0
     assert server.process.poll() is not None
+
+
+@pytest.mark.e2e
+def test_a_server_of_the_demo_fetches_no_model_of_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SENSEWAY_TURN_MODEL", raising=False)
+    monkeypatch.setenv("SENSEWAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # what is fetched after all fails at once
+    with serving("scripted"):
+        pass
+    assert not (tmp_path / "cache").exists()  # where a fetch begins
