@@ -1,10 +1,13 @@
 """Telephone frames put back in order: late, doubled and missing ones, and the holes that silence suppression leaves.
 
 Knows numbers, timestamps and how long a frame lasts. A hole becomes silence of the same length, so that the clock of
-the audio stays the clock of the call. Does not know carriers or codecs beyond the byte that is silence.
+the audio stays the clock of the call. Does not know carriers, nor of codecs more than the byte that is silence.
 """
 
+from collections.abc import Callable
+
 WINDOW_S = 0.16  # how long a missing frame is waited for
+USUAL_FRAME_S = 0.02
 MAX_HOLE_S = 30.0  # a longer hole is a clock that jumped, not silence
 HOLE_TOLERANCE_S = 0.1  # by which timestamps may run ahead of the audio before it counts as a hole
 
@@ -12,10 +15,12 @@ HOLE_TOLERANCE_S = 0.1  # by which timestamps may run ahead of the audio before 
 class Reorderer:
     """One track's frames."""
 
-    def __init__(self, bytes_per_s: int, silence: bytes) -> None:
-        """``silence`` is one sample of it."""
+    def __init__(self, bytes_per_s: int, silence: bytes, decode: Callable[[bytes], bytes] | None = None) -> None:
+        """``silence`` is one sample of it. ``decode`` is given the frames of a codec in order, each once."""
         self._bytes_per_s = bytes_per_s
         self._silence = silence
+        self._decode = decode
+        self._decoded_bytes = round(USUAL_FRAME_S * bytes_per_s)  # of the frame decoded last
         self._next: int | None = None  # number of the frame that follows
         self._waiting: dict[int, bytes] = {}
         self._first_ms: int | None = None  # timestamp at which the audio began
@@ -24,7 +29,7 @@ class Reorderer:
     def push(self, data: bytes, number: int | None, timestamp_ms: int | None) -> bytes:
         """Take a frame; the audio that is in order now. Without a number frames come as they come."""
         if number is None:
-            return self._in_time(data, timestamp_ms)
+            return self._in_time(self._decoded(data), timestamp_ms)
         if self._next is None:
             self._next = number
         if number < self._next or number in self._waiting:
@@ -40,12 +45,12 @@ class Reorderer:
         out = b""
         while self._waiting and self._next is not None:
             if self._next in self._waiting:
-                out += self._in_time(self._waiting.pop(self._next), timestamp_ms)
+                out += self._in_time(self._decoded(self._waiting.pop(self._next)), timestamp_ms)
                 timestamp_ms = None
                 self._next += 1
             elif self._waiting_s() > window_s:
                 n_missing = min(self._waiting) - self._next
-                n_bytes = len(next(iter(self._waiting.values())))
+                n_bytes = self._n_bytes_of(next(iter(self._waiting.values())))
                 out += self._count(self._silent(min(n_missing * n_bytes, int(MAX_HOLE_S * self._bytes_per_s))))
                 self._next += n_missing
             else:
@@ -53,7 +58,18 @@ class Reorderer:
         return out
 
     def _waiting_s(self) -> float:
-        return sum(map(len, self._waiting.values())) / self._bytes_per_s
+        return sum(map(self._n_bytes_of, self._waiting.values())) / self._bytes_per_s
+
+    def _n_bytes_of(self, frame: bytes) -> int:
+        """Of a frame that waits: those of a codec are as long as the last one."""
+        return len(frame) if self._decode is None else self._decoded_bytes
+
+    def _decoded(self, frame: bytes) -> bytes:
+        if self._decode is None:
+            return frame
+        data = self._decode(frame)
+        self._decoded_bytes = len(data) or self._decoded_bytes
+        return data
 
     def _in_time(self, data: bytes, timestamp_ms: int | None) -> bytes:
         """``data`` behind as much silence as its timestamp says that there was."""

@@ -10,6 +10,7 @@ import hmac
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gateway.doors.door import (
@@ -43,7 +44,7 @@ from gateway.doors.telephony_dialects import (
 )
 from gateway.effects import Close, Said, SentencePaused, UtteranceOver
 from gateway.errors import GatewayError
-from gateway.live_audio import LiveDecoder, g722, has_codecs, opus_packets
+from gateway.live_audio import LiveDecoder, Samples, g722, has_codecs, opus_packets
 from gateway.messages import Ack, Audio, AudioSpec, Bye, Farewell, Hello, Ready, plain
 from gateway.pcm import AudioFormat
 from streaming.engine import DecodeOptions, UnsupportedOptionError
@@ -57,6 +58,14 @@ MAX_TRACKS = 2  # the caller's and the callee's
 _SILENCE = {"mulaw": b"\xff", "alaw": b"\xd5", "s16le": b"\0\0", "f32le": bytes(4)}
 CODECS: Mapping[str, Callable[[], LiveDecoder]] = {"g722": g722, "opus": opus_packets}
 _CLOSE_CODES = {"server_full": 1013, "shutting_down": 1012, "internal": 1011}
+
+
+def _decoded(decoder: LiveDecoder, frame: bytes) -> bytes:
+    return _as_bytes(decoder.push(frame))
+
+
+def _as_bytes(samples: Samples) -> bytes:
+    return samples.astype("<f4", copy=False).tobytes()
 
 
 class TelephonyDoor:
@@ -157,9 +166,11 @@ class TelephonyDoor:
         index = self._tracks[track] = len(self._tracks)
         audio_format = AudioFormat(audio.encoding, audio.sample_rate_hz, audio.channels)
         bytes_per_s = audio_format.frame_bytes * audio.sample_rate_hz
+        decode = None
         if self._codec is not None:
             self._decoders[track] = self._codec()
-        self._orders[track] = Reorderer(bytes_per_s, _SILENCE[audio.encoding] * audio.channels)
+            decode = partial(_decoded, self._decoders[track])
+        self._orders[track] = Reorderer(bytes_per_s, _SILENCE[audio.encoding] * audio.channels, decode)
         channel = index if audio.channels > 1 else None
         spec = AudioSpec(audio.encoding, audio.sample_rate_hz, audio.channels, channel)
         language, complaint = self._language()
@@ -185,10 +196,7 @@ class TelephonyDoor:
                 self._publish("warning", message=f"a call has {MAX_TRACKS} legs at most; {media.track!r} is left out")
             ]
         effects = [] if media.track in self._tracks else [*self._open(media.track)]
-        data = media.data
-        if (decoder := self._decoders.get(media.track)) is not None:
-            data = decoder.push(data).astype("<f4", copy=False).tobytes()
-        data = self._orders[media.track].push(data, media.number, media.timestamp_ms)
+        data = self._orders[media.track].push(media.data, media.number, media.timestamp_ms)
         return [*effects, *([Tell(self._tracks[media.track], Audio(data))] if data else [])]
 
     def _end(self) -> Sequence[DoorEffect]:
@@ -200,7 +208,7 @@ class TelephonyDoor:
         for track, index in self._tracks.items():
             rest = self._orders[track].flush()
             if (decoder := self._decoders.get(track)) is not None:
-                rest += decoder.flush().astype("<f4", copy=False).tobytes()
+                rest += _as_bytes(decoder.flush())
             if rest:
                 effects.append(Tell(index, Audio(rest)))
             effects.append(Tell(index, Bye()))

@@ -48,3 +48,25 @@ def test_small_drift_and_a_clock_that_jumped_are_no_holes() -> None:
     reorderer.push(frame(1), None, 0)
     assert reorderer.push(frame(2), None, 90) == frame(2)
     assert reorderer.push(frame(3), None, 3_600_000) == frame(3)
+
+
+def test_a_codec_is_given_its_frames_in_order_and_each_once_and_a_lost_one_is_as_long_as_the_others() -> None:
+    given: list[bytes] = []
+
+    def decode(data: bytes) -> bytes:
+        given.append(data)
+        return data * FRAME
+
+    reorderer = Reorderer(8_000, b"\xff", decode)
+    order = [0, 2, 1, 1, 3, 5, 4, 5, *range(7, 40)]  # shuffled, doubled, and 6 is lost
+    out = b"".join(reorderer.push(bytes([n]), n, None) for n in order) + reorderer.flush()
+    assert given == [bytes([n]) for n in range(40) if n != 6]
+    assert out == b"".join(b"\xff" * FRAME if n == 6 else frame(n) for n in range(40))
+
+
+def test_frames_of_a_codec_that_can_not_be_read_do_not_wait_for_ever() -> None:
+    given: list[bytes] = []
+    reorderer = Reorderer(8_000, b"\xff", lambda data: given.append(data) or b"")
+    for number in [0, *range(2, 20)]:
+        reorderer.push(bytes([number]), number, None)
+    assert len(given) == 19
