@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -140,7 +141,16 @@ def test_a_taken_port_is_told_before_any_model_is_loaded(capsys: pytest.CaptureF
     assert capsys.readouterr().err == expected
 
 
+@pytest.fixture
+def as_from_a_terminal() -> Iterator[None]:
+    """What a script starts in the background ignores Ctrl-C, and so does all that it starts; not under this."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.e2e
+@pytest.mark.usefixtures("as_from_a_terminal")
 def test_ctrl_c_ends_a_server_and_a_stream_without_a_traceback(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "silence.wav", np.zeros(60 * 16_000), 16_000)
     with serving("scripted") as server:
