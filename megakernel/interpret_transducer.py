@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import isa, numbers
-from .errors import BadWordError, OutOfBoundsError, UninitialisedError
+from .errors import BadWordError, OutOfBoundsError
 from .exchange import Wait, Words
 from .fuse import fold_constants, fold_table
 from .interpreter import COUNT_BITS, IDLE_POLLS, DeviceMemory, Floats, Interpreter, Launch, Sm, Steps
@@ -383,21 +383,9 @@ class _TransducerSm(Sm):
 
     def _obey_frames(self, control: int) -> Steps:
         """The commands up to the control word's count, and its reason to leave, if it has one."""
-        n = (control - self.n_commands) % (1 << COUNT_BITS)
-        places = [(self.n_commands + i) % isa.COMMAND_SLOTS for i in range(n)]
-        for place in places:
-            self.exchange.read_plain(self.index, ("command", place))
-        if not all(place in self.device.commands for place in places):
-            raise UninitialisedError(
-                f"{self.name}: commands {self.n_commands} to {self.n_commands + n} were not copied"
-            )
-        commands = [self.device.commands[place] for place in places]
-        for command in commands:
-            if command[Command.KIND] == CommandKind.OPEN:
-                self.exchange.read_plain(self.index, ("request", command[Command.SLOT]))
+        commands = self.read_commands(control)
         sizes = self.program.sizes
         self.frame_slots, told, leave = carry_out(self.frame_slots, commands, self.device.requests, sizes)
-        self.n_commands += n
         self.to_tell += told
         self.leave = LeaveReason(control >> COUNT_BITS) if control >> COUNT_BITS else leave
         yield from ()

@@ -748,8 +748,8 @@ class Sm:
         if self.is_control:
             self.device.host["beat"][0] = self.n_steps
 
-    def _obey(self, control: int) -> Steps:
-        """The commands up to the control word's count, and its reason to leave, if it has one."""
+    def read_commands(self, control: int) -> list[list[int]]:
+        """The commands up to the control word's count, which the control SM has copied; their requests are read too."""
         n = (control - self.n_commands) % (1 << COUNT_BITS)
         places = [(self.n_commands + i) % isa.COMMAND_SLOTS for i in range(n)]
         for place in places:
@@ -762,10 +762,17 @@ class Sm:
         for command in commands:
             if command[Command.KIND] == CommandKind.OPEN:
                 self.exchange.read_plain(self.index, ("request", command[Command.SLOT]))
+        self.n_commands += n
+        return commands
+
+    def _obey(self, control: int) -> Steps:
+        """The commands up to the control word's count, and its reason to leave, if it has one."""
+        commands = self.read_commands(control)
+        for command in commands:
+            if command[Command.KIND] == CommandKind.OPEN:
                 by = self.device.cached_by[command[Command.SLOT] : command[Command.SLOT] + 1]
                 by[by == self.index] = -1
         self.slots, told, leave = carry_out(self.slots, commands, self.device.requests)
-        self.n_commands += n
         yield from self.emit(told)
         self.leave = LeaveReason(control >> COUNT_BITS) if control >> COUNT_BITS else leave
 

@@ -20,7 +20,7 @@ from .launcher import Launcher
 from .mailbox import SlotRecord, TokenRecord
 from .ops import FusedAttention, FusedHead, FusedLinear, Norm
 from .program import Program
-from .request import Request
+from .request import Request, TransducerRequest
 from .runtime import Runtime
 from .upload import Constants
 
@@ -58,7 +58,7 @@ def ensure_right(
     cross_cache.normal_(generator=generator)
     requests = _requests(launcher.program)
     torch.cuda.synchronize(cross_cache.device)
-    records = _run(runtime, requests)
+    records = run_all(runtime, requests)
     for slot, request in enumerate(requests):
         tokens = [each for each in records if isinstance(each, TokenRecord) and each.slot == slot]
         cross = cross_cache[slot, :, :, :, : request.n_positions].float()
@@ -82,7 +82,8 @@ def _requests(program: Program) -> list[Request]:
     return requests[: sizes.max_slots]
 
 
-def _run(runtime: Runtime, requests: Sequence[Request]) -> list[SlotRecord]:
+def run_all(runtime: Runtime, requests: Sequence[Request | TransducerRequest]) -> list[SlotRecord]:
+    """Run each request in the slot of its place. Raises ``SelfTestError`` where nothing comes any more."""
     for slot, request in enumerate(requests):
         runtime.open(slot, request)
     records: list[SlotRecord] = []

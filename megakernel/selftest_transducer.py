@@ -14,11 +14,12 @@ from torch.nn import functional
 
 from .errors import SelfTestError
 from .launcher import Launcher
-from .mailbox import EmissionRecord, SlotRecord
+from .mailbox import EmissionRecord
 from .ops import FusedJoint, FusedLinear, FusedLstm, FusedRecurrence, Transducer
 from .program import Program
 from .request import FramePart, TransducerRequest
 from .runtime import Runtime
+from .selftest import run_all
 from .upload import Constants
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,6 @@ TOLERANCE = 0.25
 MEAN_TOLERANCE = 0.05
 _N_FRAMES = (1, 9, 40)  # of the requests, as many as a slot holds
 _SCALES = (1.0, 0.3, 0.1)  # of their frames: where they are small, predictions decide
-_TIMEOUT_S = 5.0
 _SEED = 20_26
 
 
@@ -51,7 +51,7 @@ def ensure_transducer_right(runtime: Runtime, launcher: Launcher, constants: Con
         frames[slot] *= scale
     torch.cuda.synchronize(frames.device)
     lengths = [min(n, frames.shape[1]) for n in _N_FRAMES[: program.sizes.max_slots]]
-    records = _run(
+    records = run_all(
         runtime, [TransducerRequest((FramePart(n, begins=True, seat=seat),)) for seat, n in enumerate(lengths)]
     )
     for slot, n_frames in enumerate(lengths):
@@ -60,20 +60,6 @@ def ensure_transducer_right(runtime: Runtime, launcher: Launcher, constants: Con
     log.info("%s: tested on %s, %d requests are right", program.name, launcher.device.name, len(lengths))
     if mark:
         mark.touch()
-
-
-def _run(runtime: Runtime, requests: Sequence[TransducerRequest]) -> list[SlotRecord]:
-    for slot, request in enumerate(requests):
-        runtime.open(slot, request)
-    records: list[SlotRecord] = []
-    runtime.burst()
-    while runtime.n_open:
-        came = runtime.wait(_TIMEOUT_S)
-        if not came:
-            raise SelfTestError(f"no record for {_TIMEOUT_S:.0f} s")
-        records += came
-    runtime.leave()
-    return records
 
 
 def compare(

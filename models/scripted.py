@@ -50,7 +50,51 @@ def recite(
     )
 
 
-class ScriptedEngine:
+class Reciting:
+    """What engines that recite share: a card, the streams that are open, and failures when they are asked for."""
+
+    def __init__(self, card: ModelCard, failing_decodes: AbstractSet[int]) -> None:
+        self._card = card
+        self._failing_decodes = failing_decodes
+        self._open: set[EngineStream] = set()
+        self.n_decodes = 0  # calls of ``decode`` so far
+
+    @property
+    def card(self) -> ModelCard:
+        """What the script lets the engine offer."""
+        return self._card
+
+    @property
+    def backend(self) -> str:
+        """What computes."""
+        return "script"
+
+    @property
+    def why(self) -> str:
+        """Why nothing faster."""
+        return "it recites: there is nothing to compute"
+
+    @property
+    def n_open_streams(self) -> int:
+        """Streams opened and not yet closed."""
+        return len(self._open)
+
+    def close(self, stream: EngineStream) -> None:
+        """End a stream. Raises ``ValueError`` if it is not open."""
+        self._require_open(stream)
+        self._open.remove(stream)
+
+    def _require_open(self, stream: EngineStream) -> None:
+        if stream not in self._open:
+            raise ValueError("the stream is not open: closed already, or another engine's")
+
+    def _count_decode(self) -> None:
+        self.n_decodes += 1
+        if self.n_decodes in self._failing_decodes:
+            raise ScriptedFailureError(f"decode {self.n_decodes} fails, as asked")
+
+
+class ScriptedEngine(Reciting):
     """Recites ``script``, whose words have times on the session's axis, in order and without overlap.
 
     ``flicker`` is the probability, 0 to 1, that a word cut off by the end of a chunk is misheard there instead of left
@@ -76,30 +120,8 @@ class ScriptedEngine:
         self._language = language
         self._flicker = flicker
         self._seed = seed
-        self._failing_decodes = failing_decodes
-        self._open: set[EngineStream] = set()
-        self.n_decodes = 0  # calls of ``decode`` so far
-        self._card = ModelCard(name, (language,), MAX_WINDOW_SAMPLES, _capabilities(self._script), max_batch)
-
-    @property
-    def card(self) -> ModelCard:
-        """What the script lets the engine offer."""
-        return self._card
-
-    @property
-    def backend(self) -> str:
-        """What computes."""
-        return "script"
-
-    @property
-    def why(self) -> str:
-        """Why nothing faster."""
-        return "it recites: there is nothing to compute"
-
-    @property
-    def n_open_streams(self) -> int:
-        """Streams opened and not yet closed."""
-        return len(self._open)
+        card = ModelCard(name, (language,), MAX_WINDOW_SAMPLES, _capabilities(self._script), max_batch)
+        super().__init__(card, failing_decodes)
 
     def open(self, options: DecodeOptions) -> EngineStream:
         """Begin a stream. Raises ``UnsupportedOptionError``."""
@@ -115,19 +137,8 @@ class ScriptedEngine:
             ScriptedFailureError: on the calls in ``failing_decodes``.
             ValueError: for a stream that is not open, or a chunk that is too long or whose samples are not its span's.
         """
-        self.n_decodes += 1
-        if self.n_decodes in self._failing_decodes:
-            raise ScriptedFailureError(f"decode {self.n_decodes} fails, as asked")
+        self._count_decode()
         return [self._decode_one(stream, chunk) for stream, chunk in batch]
-
-    def close(self, stream: EngineStream) -> None:
-        """End a stream. Raises ``ValueError`` if it is not open."""
-        self._require_open(stream)
-        self._open.remove(stream)
-
-    def _require_open(self, stream: EngineStream) -> None:
-        if stream not in self._open:
-            raise ValueError("the stream is not open: closed already, or another engine's")
 
     def _decode_one(self, stream: EngineStream, chunk: Chunk) -> Hypothesis:
         self._require_open(stream)

@@ -15,7 +15,7 @@ from streaming.engine import Chunk, DecodeOptions, EngineStream, ModelCard, Stre
 from streaming.transcript import Hypothesis, Word
 from vad.audio import SAMPLE_RATE_HZ, samples_from_ms
 
-from .scripted import ScriptedFailureError
+from .scripted import Reciting
 
 FRAME_SAMPLES = samples_from_ms(80)
 MAX_WINDOW_SAMPLES = 40 * SAMPLE_RATE_HZ
@@ -64,7 +64,7 @@ class _Stream:
     state: _State = field(default_factory=_State)
 
 
-class ScriptedTransducer:
+class ScriptedTransducer(Reciting):
     """Recites ``script``, whose tokens are in order of their samples.
 
     ``edge_samples``: a token is heard right only with so much audio behind it, or at the end of speech; else it comes
@@ -87,31 +87,8 @@ class ScriptedTransducer:
         if self._samples != sorted(self._samples):
             raise ValueError("the tokens of a script come in order of their samples")
         self._edge_samples = edge_samples
-        self._failing_decodes = failing_decodes
-        self._open: set[EngineStream] = set()
-        self.n_decodes = 0  # calls of ``decode`` so far
         capabilities = frozenset({Capability.WORD_TIMES, Capability.PUNCTUATION})
-        self._card = ModelCard(name, ("en",), max_window_samples, capabilities, 64, context)
-
-    @property
-    def card(self) -> ModelCard:
-        """What the engine offers."""
-        return self._card
-
-    @property
-    def backend(self) -> str:
-        """What computes."""
-        return "script"
-
-    @property
-    def why(self) -> str:
-        """Why nothing faster."""
-        return "it recites: there is nothing to compute"
-
-    @property
-    def n_open_streams(self) -> int:
-        """Streams opened and not yet closed."""
-        return len(self._open)
+        super().__init__(ModelCard(name, ("en",), max_window_samples, capabilities, 64, context), failing_decodes)
 
     def open(self, options: DecodeOptions) -> EngineStream:
         """Begin a stream. Raises ``UnsupportedOptionError``."""
@@ -120,12 +97,6 @@ class ScriptedTransducer:
         self._open.add(stream)
         return stream
 
-    def close(self, stream: EngineStream) -> None:
-        """End a stream. Raises ``ValueError`` if it is not open."""
-        if stream not in self._open:
-            raise ValueError("the stream is not open: closed already, or another engine's")
-        self._open.remove(stream)
-
     def decode(self, batch: Sequence[tuple[EngineStream, Chunk]]) -> list[Hypothesis]:
         """The words whose tokens lie in each chunk region, and tentatively those in its right context.
 
@@ -133,17 +104,15 @@ class ScriptedTransducer:
             ScriptedFailureError: on the calls in ``failing_decodes``; no stream's state has changed then.
             ValueError: for a stream that is not open, or a chunk that does not go on where the last one ended.
         """
-        self.n_decodes += 1
-        if self.n_decodes in self._failing_decodes:
-            raise ScriptedFailureError(f"decode {self.n_decodes} fails, as asked")
+        self._count_decode()
         heard = [self._decode_one(self._opened(stream), chunk) for stream, chunk in batch]
         for (stream, _), (_, state) in zip(batch, heard, strict=True):
             self._opened(stream).state = state
         return [hypothesis for hypothesis, _ in heard]
 
     def _opened(self, stream: EngineStream) -> _Stream:
-        if stream not in self._open or not isinstance(stream, _Stream):
-            raise ValueError("the stream is not open: closed already, or another engine's")
+        self._require_open(stream)
+        assert isinstance(stream, _Stream), "only this engine's streams are open in it"
         return stream
 
     def _decode_one(self, stream: _Stream, chunk: Chunk) -> tuple[Hypothesis, _State]:

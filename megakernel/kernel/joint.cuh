@@ -159,21 +159,7 @@ template <int P>
 __device__ __noinline__ void watch_door(const Machine m) {
     for (u32 sm = m.thread(); sm < N_SMS; sm += N_THREADS) take(m, best_words<P>(m, m.parity(), 0, sm), m.epoch + At<P>::EPOCH);
     __syncthreads();
-    if (m.thread() == 0) {
-        const u64 since = clock_ns();
-        u32 pause_ns = 100;
-        m.misc().idle_leave = 0;
-        while (true) {
-            look_at_door(m);
-            if (m.misc().door != m.misc().state.n_fetched || m.misc().dead) break;
-            if (clock_ns() - since > m.number(PARAMETER_IDLE_NS)) {
-                m.misc().idle_leave = LEAVE_REASON_IDLE;
-                break;
-            }
-            __nanosleep(pause_ns);
-            pause_ns = pause_ns < 10000 ? 2 * pause_ns : 20000;
-        }
-    }
+    if (m.thread() == 0) wait_at_door(m);
     __syncthreads();
     if (m.misc().door != m.misc().state.n_fetched) fetch(m);
     if (m.thread() == 0 && !m.misc().dead) publish_control<P>(m, m.misc().idle_leave);

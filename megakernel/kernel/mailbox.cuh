@@ -20,6 +20,23 @@ __device__ __forceinline__ void look_at_door(const Machine m) {
     if (load_host(m.at<const u32>(PARAMETER_HOST_ABORT)) != 0) raise(m, FAULT_KIND_ABORTED);
 }
 
+// By one thread: looks until the host has written a command, or the time to be idle is over.
+__device__ __forceinline__ void wait_at_door(const Machine m) {
+    const u64 since = clock_ns();
+    u32 pause_ns = 100;
+    m.misc().idle_leave = 0;
+    while (true) {
+        look_at_door(m);
+        if (m.misc().door != m.misc().state.n_fetched || m.misc().dead) break;
+        if (clock_ns() - since > m.number(PARAMETER_IDLE_NS)) {
+            m.misc().idle_leave = LEAVE_REASON_IDLE;
+            break;
+        }
+        __nanosleep(pause_ns);
+        pause_ns = pause_ns < 10000 ? 2 * pause_ns : 20000;
+    }
+}
+
 // Copies the commands up to the door, and the requests of slots that open, to where every SM can read them.
 __device__ __noinline__ void fetch(const Machine m) {
     State& state = m.misc().state;
@@ -64,21 +81,7 @@ __device__ __noinline__ void idle(const Machine m) {
     if (m.sm() != CONTROL_SM) return;
     for (u32 sm = m.thread(); sm < N_SMS; sm += N_THREADS) take(m, arrivals + sm * TARGET_ROWS * PARTIAL_WORDS, epoch);
     __syncthreads();
-    if (m.thread() == 0) {
-        const u64 since = clock_ns();
-        u32 pause_ns = 100;
-        m.misc().idle_leave = 0;
-        while (true) {
-            look_at_door(m);
-            if (m.misc().door != m.misc().state.n_fetched || m.misc().dead) break;
-            if (clock_ns() - since > m.number(PARAMETER_IDLE_NS)) {
-                m.misc().idle_leave = LEAVE_REASON_IDLE;
-                break;
-            }
-            __nanosleep(pause_ns);
-            pause_ns = pause_ns < 10000 ? 2 * pause_ns : 20000;
-        }
-    }
+    if (m.thread() == 0) wait_at_door(m);
     __syncthreads();
     if (m.misc().door != m.misc().state.n_fetched) fetch(m);
     if (m.thread() == 0) publish_control(m, epoch, m.misc().idle_leave);
