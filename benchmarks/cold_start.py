@@ -21,7 +21,6 @@ import numpy as np
 
 from benchmarks.report import heading
 
-N_REPEATS = 3
 _CHILD = "--in-this-process"
 
 
@@ -29,7 +28,7 @@ def start(cache: Path, began_s: float) -> dict[str, float]:
     """Seconds by part of a start in this process, which began at ``began_s`` of the system's clock."""
     import torch
 
-    from benchmarks.turbo import HEAD, endless_book, random_model
+    from benchmarks.shapes import endless_book, head, random_model
     from models.timeline import Timeline
     from models.whisper.backend import Writing
     from models.whisper.decode import Request
@@ -47,7 +46,7 @@ def start(cache: Path, began_s: float) -> dict[str, float]:
     with timeline.part("first answer"):
         noise = np.random.default_rng(0).normal(scale=0.1, size=16_000).astype(np.float32)
         (audio,) = backend.listen([noise])
-        backend.write([Writing(audio, Request(HEAD, 0, (), (), 16), rules.plain)])
+        backend.write([Writing(audio, Request(head(), 0, (), (), 16), rules.plain)])
     backend.close()
     return {"python and imports": imported_s} | timeline.seconds
 
@@ -77,18 +76,19 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(_CHILD, nargs=2, metavar=("CACHE", "BEGAN_S"), help="one start, its parts as JSON")
+    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     if arguments.in_this_process:
         cache, began_s = arguments.in_this_process
         print(json.dumps(start(Path(cache), float(began_s))))
         return
     empty, warm = [], []
-    for _ in range(N_REPEATS):
+    for _ in range(arguments.repeats):
         with tempfile.TemporaryDirectory() as folder:
             empty.append(start_elsewhere(Path(folder)))
             warm.append(start_elsewhere(Path(folder)))
     print(heading("Cold start, Whisper large-v3-turbo"))
-    print(f"Medians of {N_REPEATS} starts.\n")
+    print(f"Medians of {arguments.repeats} starts.\n")
     print(table(empty, warm))
 
 

@@ -1,13 +1,14 @@
-"""One token of Whisper large-v3-turbo's decoder: the megakernel, its own one-phase-a-launch modes, and torch.
+"""One token of a Whisper's decoder: the megakernel, its own one-phase-a-launch modes, and torch.
 
 Run from the project's root, on a machine with an NVIDIA GPU:
 
     python -m benchmarks.decoder_step
+    python -m benchmarks.decoder_step --model large-v3 --compiled
 
-All in one process on the same random weights at true shapes, a full window of audio, 4 task tokens, positions 68 to
-196; repeats take turns. A is the bare step in eager torch, B the same under torch.compile (max-autotune) in a CUDA
-graph, C and D the megakernel's bodies one phase a launch in a CUDA graph, without and with programmatic dependent
-launch.
+All in one process on the same random weights at true shapes, a full window of audio, 4 task tokens (2 where there are
+no languages), 128 tokens behind the first 64; repeats take turns. A is the bare step in eager torch, B the same under
+torch.compile (max-autotune) in a CUDA graph, C and D the megakernel's bodies one phase a launch in a CUDA graph,
+without and with programmatic dependent launch.
 """
 
 import argparse
@@ -21,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks import turbo
+from benchmarks import shapes
 from benchmarks.report import heading
-from benchmarks.turbo import TURBO, Decoders, median_and_p95
+from benchmarks.shapes import CONFIGS, Decoders, median_and_p95
 from megakernel.launcher import Mode
 from megakernel.mailbox import DoneRecord, TokenRecord
 from megakernel.predict import predict
@@ -34,7 +35,6 @@ from models.whisper.config import WhisperConfig
 N_TOKENS = 128  # timed
 FIRST_TOKENS = 64  # before, so that prompt, launch and first steps cancel out
 PROMPT_STEPS = 4  # at most, for 8 windows
-N_REPEATS = 7
 DRAFT_TOKENS = 40
 COPY_BYTES = 1 << 31
 
@@ -62,20 +62,21 @@ def run_s(runtime: Runtime, requests: Sequence[Request]) -> tuple[float, list[li
     return spent_s, written
 
 
-def ours(runtime: Runtime, n_slots: int) -> float:
+def ours(runtime: Runtime, config: WhisperConfig, n_slots: int) -> float:
     """µs a step with ``n_slots`` windows."""
     spent_s = []
     for n_tokens in (FIRST_TOKENS, FIRST_TOKENS + N_TOKENS):
         # One phase a launch: as many steps as are needed are queued, so that nobody waits for the host.
         with patch("megakernel.launcher.GRAPH_STEPS", n_tokens + PROMPT_STEPS):
-            spent_s.append(run_s(runtime, [turbo.request(n_tokens)] * n_slots)[0])
+            spent_s.append(run_s(runtime, [shapes.request(n_tokens, config=config)] * n_slots)[0])
     return (spent_s[1] - spent_s[0]) / N_TOKENS * 1e6
 
 
-def verify(runtime: Runtime) -> tuple[Timed, Timed, list[int]]:
+def verify(runtime: Runtime, config: WhisperConfig) -> tuple[Timed, Timed, list[int]]:
     """ms of a request whose draft of 40 tokens holds, and of the same without a draft; what is written."""
-    _, (tokens,) = run_s(runtime, [turbo.request(DRAFT_TOKENS + 1)])
-    plain, drafted = (turbo.request(DRAFT_TOKENS + 1, draft=draft) for draft in ((), tuple(tokens[:DRAFT_TOKENS])))
+    request = partial(shapes.request, DRAFT_TOKENS + 1, config=config)
+    _, (tokens,) = run_s(runtime, [request()])
+    plain, drafted = request(), request(draft=tuple(tokens[:DRAFT_TOKENS]))
     return (lambda: run_s(runtime, [drafted])[0] * 1e3), (lambda: run_s(runtime, [plain])[0] * 1e3), tokens
 
 
@@ -155,7 +156,7 @@ def captured(work: Callable[[], None]) -> Callable[[], None]:
 
 def torch_us(step: TorchStep, work: Callable[[], None], n_steps: int = N_TOKENS) -> float:
     """µs a step, ``n_steps`` of them from the same position on as the others."""
-    step.position.fill_(FIRST_TOKENS + len(turbo.HEAD))
+    step.position.fill_(FIRST_TOKENS + len(shapes.head()))
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(n_steps):
@@ -238,16 +239,16 @@ def rivals(decoders: Decoders, batch: int, *, compiled: bool) -> dict[str, Timed
 def ours_in(decoders: Decoders, mode: Mode, batch: int) -> float:
     """``ours`` from a clean start in ``mode``."""
     decoders.launcher.clear(state=True)
-    return ours(Runtime(decoders.program, decoders.launcher, n_rules=1, mode=mode), batch)
+    return ours(Runtime(decoders.program, decoders.launcher, n_rules=1, mode=mode), decoders.config, batch)
 
 
-def step_table(decoders: Decoders, batch: int, *, gb_s: float, compiled: bool) -> str:
+def step_table(decoders: Decoders, batch: int, *, gb_s: float, compiled: bool, n_repeats: int) -> str:
     """Rows of one batch size, the fastest first as a rule."""
     timed = rivals(decoders, batch, compiled=compiled)
     taken: dict[str, list[float]] = {name: [] for name in timed}
     for name in timed:
         timed[name]()  # warm
-    for _ in range(N_REPEATS):
+    for _ in range(n_repeats):
         for name, measure in timed.items():
             taken[name].append(measure())
     predicted = predict(decoders.program, n_slots=batch, n_positions=FIRST_TOKENS + N_TOKENS // 2)
@@ -269,12 +270,12 @@ def step_table(decoders: Decoders, batch: int, *, gb_s: float, compiled: bool) -
     return "\n".join(lines)
 
 
-def verify_table(decoders: Decoders) -> str:
+def verify_table(decoders: Decoders, n_repeats: int) -> str:
     """40 tokens at once against one after the other."""
     decoders.launcher.clear(state=True)
-    drafted, plain, tokens = verify(Runtime(decoders.program, decoders.launcher, n_rules=1))
+    drafted, plain, tokens = verify(Runtime(decoders.program, decoders.launcher, n_rules=1), decoders.config)
     times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(N_REPEATS + 1):
+    for _ in range(n_repeats + 1):
         for values, measure in zip(times, (drafted, plain), strict=True):
             values.append(measure())
     (drafted_ms, drafted_p95), (plain_ms, plain_p95) = (median_and_p95(values[1:]) for values in times)
@@ -291,23 +292,32 @@ def verify_table(decoders: Decoders) -> str:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(CONFIGS), default="large-v3-turbo")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--no-compile", action="store_true", help="leave out rival B, whose tuning takes a minute")
+    parser.add_argument(
+        "--compiled",
+        type=int,
+        nargs="*",
+        default=[1, 8],
+        help="those of them with rival B, whose tuning takes a minute",
+    )
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--no-generate", action="store_true", help="leave out transformers' generate")
     arguments = parser.parse_args()
-    decoders = turbo.load()
+    decoders = shapes.load(CONFIGS[arguments.model])
     gb_s = copy_gb_s()
-    print(heading("One step of Whisper large-v3-turbo's decoder"))
+    print(heading(f"One step of Whisper {arguments.model}'s decoder"))
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
-    print(f"{versions}. Copies reach {gb_s / 1e3:.2f} TB/s. {N_REPEATS} repeats.")
+    print(f"{versions}. Copies reach {gb_s / 1e3:.2f} TB/s. {arguments.repeats} repeats.")
     with torch.inference_mode():
         for batch in arguments.batches:
-            print(step_table(decoders, batch, gb_s=gb_s, compiled=not arguments.no_compile), flush=True)
-        print(verify_table(decoders), flush=True)
+            compiled = batch in arguments.compiled
+            print(step_table(decoders, batch, gb_s=gb_s, compiled=compiled, n_repeats=arguments.repeats), flush=True)
+        print(verify_table(decoders, arguments.repeats), flush=True)
     if find_spec("transformers") is None:
         print("\ntransformers is not installed, so its `generate` was not measured.")
     elif not arguments.no_generate:
-        print(f"\ntransformers' `generate`, eager, one window: {generate_us(TURBO):.0f} µs a token.")
+        print(f"\ntransformers' `generate`, eager, one window: {generate_us(decoders.config):.0f} µs a token.")
 
 
 if __name__ == "__main__":

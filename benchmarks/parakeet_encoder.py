@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.decoder_step import captured, copy_gb_s
 from benchmarks.report import heading
-from benchmarks.turbo import median_and_p95
+from benchmarks.shapes import median_and_p95
 from megakernel.device import find_device
 from models.parakeet.config import FRAME_SAMPLES, HOP_SAMPLES, ParakeetConfig
 from models.parakeet.device import DeviceKernels, Gpu, KernelOperations, build

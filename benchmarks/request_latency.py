@@ -10,20 +10,19 @@ until its 64 tokens and the scores of its alignment heads are in the host's memo
 """
 
 import argparse
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from benchmarks.report import heading
-from benchmarks.turbo import HEAD, TURBO, endless_book, median_and_p95, random_model
+from benchmarks.shapes import TURBO, endless_book, head, median_and_p95, random_model
 from models.timeline import Timeline
+from models.wheels import cache_folder
 from models.whisper.backend import Writing
 from models.whisper.decode import Request
-from models.whisper.loading import on_device
+from models.whisper.loading import CUBINS, on_device
 from models.whisper.megakernel_backend import MegakernelBackend
 from vad.audio import SAMPLE_RATE_HZ
 
@@ -35,7 +34,7 @@ N_REPEATS = 11
 def answer_ms(backend: MegakernelBackend, windows: list[NDArray[np.float32]]) -> tuple[list[float], float]:
     """When each request was answered, and how much of the time went into listening."""
     rules = endless_book().plain
-    request = Request(HEAD, 0, (), (), N_TOKENS)
+    request = Request(head(), 0, (), (), N_TOKENS)
     answered_ms: list[float] = []
     listened_ms = 0.0
     began_s = time.perf_counter()
@@ -77,8 +76,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     arguments = parser.parse_args()
     timeline = Timeline()
-    with tempfile.TemporaryDirectory() as folder:
-        backend = on_device(random_model(), endless_book(), timeline, cache=Path(folder))
+    backend = on_device(random_model(), endless_book(), timeline, cache=cache_folder() / CUBINS)
     print(heading(f"{CLIP_S} s of audio to {N_TOKENS} tokens, Whisper large-v3-turbo"))
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}. {TURBO.n_encoder_layers} encoder layers.")
     print(f"Opening the backend: {timeline}.\n\n{HEADER}")

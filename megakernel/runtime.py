@@ -137,6 +137,7 @@ class Runtime:
         self.mode = mode
         self._is_resident = is_resident
         self.faults: list[Fault] = []
+        self.n_steps = 0  # of all launches that have left
         self._program = program
         self._launches = launches
         self._mailbox = launches.mailbox
@@ -147,6 +148,7 @@ class Runtime:
         self._opened_by: dict[int, int] = {}  # slot → number of the command
         self._n_steps = 0  # since the exchange area was cleared, before this launch
         self._goes_on = False  # one phase a launch: the next launch continues the last one
+        self._n_counted = 0  # steps of the launches that the next one continues
         self._n_faults_in_row = 0
         self._stalls: deque[tuple[int, int]] = deque()
         self._is_running = False
@@ -368,14 +370,19 @@ class Runtime:
         control = self._mailbox.control_after
         self._is_running, self._aborted_at_s = False, None
         self._mailbox.set_abort(abort=False)
+        n_steps = int(control[Control.N_STEPS])
+        self.n_steps += n_steps - self._n_counted
+        self._n_counted = 0
         fault = fault_of(control, self._program)
         if fault is not None:
             self._recover(fault)
             return
         self._n_faults_in_row = 0
         self._goes_on = self.mode is not Mode.LOOP and control[Control.LEFT] == 0
-        if not self._goes_on:
-            self._n_steps += int(control[Control.N_STEPS])
+        if self._goes_on:
+            self._n_counted = n_steps
+        else:
+            self._n_steps += n_steps
         behind = (self._mailbox.n_commands - int(control[Control.N_COMMANDS])) & _COMMAND_COUNT_MASK
         if behind == 1 and self._yield_number == self._mailbox.n_commands:
             behind = 0  # it left before it was asked to

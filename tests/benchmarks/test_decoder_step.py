@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.decoder_step import TorchStep
-from benchmarks.turbo import random_decoder
+from benchmarks.shapes import random_decoder
 from models.whisper.config import WhisperConfig
 from models.whisper.reference import Whisper
 

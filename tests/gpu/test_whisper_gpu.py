@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.clips import Clip, known_clips
 from benchmarks.parity import Comparison, References, listing, windows
-from benchmarks.turbo import HEAD, TURBO, endless_book, random_model
+from benchmarks.shapes import TURBO, endless_book, head, random_model
 from megakernel.device import find_device
 from megakernel.errors import NoDeviceError
 from models.devices import MEGAKERNEL
@@ -156,7 +156,7 @@ def test_turbos_logits_are_nearer_to_float32_than_those_of_torch_in_bfloat16(tmp
     rng = np.random.default_rng(0)
     (audio,) = backend.listen([rng.normal(scale=0.1, size=30 * SAMPLE_RATE_HZ).astype(np.float32)])
     assert isinstance(audio, SlotAudio)
-    (found,) = backend.write([Writing(audio, Request(HEAD, 0, (), (), 100), rules.plain)])
+    (found,) = backend.write([Writing(audio, Request(head(), 0, (), (), 100), rules.plain)])
     exact, rounded = random_model(), random_model().to(torch.bfloat16)
     crossed = backend.listener.stage.cross_cache[audio.slot]  # a full window: nothing of the silence is in it
     wanted, theirs = (_logprobs(model, crossed, found.tokens) for model in (exact, rounded))
@@ -174,7 +174,7 @@ def _logprobs(model: Whisper, crossed: torch.Tensor, tokens: tuple[int, ...]) ->
     room = (1, TURBO.n_heads, TURBO.n_text_positions, 64)
     own = [[weight.new_empty(room) for _ in keys] for _ in range(2)]
     cache = DecoderCache(keys, values, *own)
-    hidden = model.decoder(torch.tensor([[*HEAD, *tokens[:-1]]], device="cuda"), cache)
-    logits = model.logits(hidden[:, len(HEAD) - 1 :])[0].cpu() + endless_book().plain.suppressed
+    hidden = model.decoder(torch.tensor([[*head(), *tokens[:-1]]], device="cuda"), cache)
+    logits = model.logits(hidden[:, len(head()) - 1 :])[0].cpu() + endless_book().plain.suppressed
     chosen = torch.tensor(tokens)[:, None]
     return logits.log_softmax(-1).gather(1, chosen)[:, 0]

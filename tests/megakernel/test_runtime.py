@@ -249,9 +249,9 @@ def test_the_kernel_leaves_when_idle_and_is_launched_where_it_left(program: Prog
     assert tokens_of(first, 1) == tokens_of(second, 2)
     assert [start.n_commands for start in device.starts] == [0, 1]
     assert device.starts[1].n_records > len(first)  # that it left is a record too
-    assert device.starts[1].epoch == device.starts[0].epoch + program.epochs_per_step * (
-        1 + 20 + 1
-    )  # opened, decoded, idle
+    n_steps = 1 + 20 + 1  # opened, decoded, idle
+    assert device.starts[1].epoch == device.starts[0].epoch + program.epochs_per_step * n_steps
+    assert runtime.n_steps == n_steps  # of the launch that has left
 
 
 def test_a_request_longer_than_one_launch_goes_on_in_the_next(
@@ -262,6 +262,7 @@ def test_a_request_longer_than_one_launch_goes_on_in_the_next(
     runtime, device = build(program)
     assert tokens_of(finish_one(runtime, request()), 1) == expected
     assert len(device.starts) >= 5
+    assert runtime.n_steps >= 20
     assert runtime.faults == []
 
 
@@ -474,6 +475,9 @@ def test_two_faults_in_a_row_go_on_one_phase_a_launch(program: Program, caplog: 
     assert modes[:2] == [Mode.LOOP] * 2
     assert set(modes[2:]) == {Mode.GRAPH}
     assert [start.goes_on for start in device.starts[2:]] == [False] + [True] * (len(modes) - 3)
+    while runtime.is_running:
+        assert runtime.records() == []
+    assert runtime.n_steps == 9 + 2 + int(device.mailbox.control_after[Control.N_STEPS])
 
 
 def test_a_launch_without_a_fault_between_two_faults_keeps_the_loop(program: Program) -> None:
