@@ -66,6 +66,7 @@ BURST_S = 4  # of messages at the highest rate that one client may send at once
 CALL_LOG_TYPES = ("call_started", "final", "dtmf", "call_ended")
 STUCK_S = 120.0  # no decode takes so long
 LAG_INTERVAL_S = 0.25
+SCORE_INTERVAL_S = 0.01  # at least so long from one batch for the detector to the next: many small ones cost more
 JUDGE_WITHIN_S = 0.5  # how long a pause may wait for the model of turns
 
 
@@ -148,7 +149,13 @@ class Connection:
         self.closing: Close | None = None  # nothing is sent after it
         self.is_gone = False  # the door knows that nothing reaches the client any more
         self.is_over = asyncio.Event()
+        self.reading: asyncio.Timeout | None = None  # of the frame that is waited for
         self.sender = asyncio.create_task(self._send_all())  # done when nothing can be sent any more
+        self.sender.add_done_callback(self._stop_reading)
+
+    def _stop_reading(self, _: "asyncio.Task[None]") -> None:
+        if self.reading is not None:
+            self.reading.reschedule(asyncio.get_running_loop().time())
 
     def make_room(self, n_frames: int) -> None:
         """Let ``n_frames`` more wait: those that a resume sends all at once, which no client can have read yet."""
@@ -249,6 +256,7 @@ class Server:
         self._n_uploads = 0
         self._seats: dict[str, Seat] = {}
         self._decode_due = asyncio.Event()
+        self._to_score: dict[Seat, None] = {}  # sessions that may have windows for the detector, in order
         self._score_due = asyncio.Event()
         self._judge_due = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -296,7 +304,7 @@ class Server:
 
     def _longest_wait_s(self) -> float:
         now_s = self._now_s()
-        return max((now_s - entry.since_s for entry in self._waiting() if entry.since_s), default=0.0)
+        return max((now_s - entry.since_s for entry in self._waiting()), default=0.0)
 
     def _backlog_s(self) -> float:
         return max((seat.session.retained_s for seat in self._seats.values()), default=0.0)
@@ -418,8 +426,7 @@ class Server:
                     return
                 await self._take_frame(connection, frame)
                 await connection.has_room()
-                if delay_s := allowance.delay_s(self._now_s()):
-                    await asyncio.sleep(delay_s)
+                await asyncio.sleep(allowance.delay_s(self._now_s()))  # 0 gives the others a turn, too
         except PeerGoneError:
             return
         finally:
@@ -427,12 +434,17 @@ class Server:
 
     async def _next_frame(self, connection: Connection, idle_timeout_s: float) -> Frame | None:
         """What the client sends next; ``None`` when the connection ends from this side."""
-        reading = asyncio.ensure_future(connection.transport.receive())
-        timeout_s = None if connection.transport.may_idle else idle_timeout_s
-        await asyncio.wait({reading, connection.sender}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if reading.done():
-            return reading.result()
-        reading.cancel()
+        if connection.sender.done():
+            return None
+        try:
+            async with asyncio.timeout(None if connection.transport.may_idle else idle_timeout_s) as reading:
+                connection.reading = reading
+                return await connection.transport.receive()
+        except TimeoutError:
+            if not reading.expired():  # the network's
+                raise
+        finally:
+            connection.reading = None
         if not connection.sender.done():
             self._give_up(connection, ServerError("idle_timeout", f"nothing was sent for {idle_timeout_s:g} s"))
         return None
@@ -698,14 +710,12 @@ class Server:
         if session.is_forgettable(now_s):
             self._forget(seat)
             return
-        if seat.timer is not None:
-            seat.timer.cancel()
-        wake_s = session.next_wake_s
-        seat.timer = None if wake_s is None else asyncio.get_running_loop().call_at(wake_s, self._wake, seat)
+        self._set_wake(seat, session.next_wake_s)
         if session.wants_audio:
             seat.has_room.set()
         else:
             seat.has_room.clear()
+        self._to_score[seat] = None
         self._score_due.set()
         if session.wants_judgement:
             self._judge_due.set()
@@ -715,7 +725,19 @@ class Server:
             seat.waiting_since_s = now_s if seat.waiting_since_s is None else seat.waiting_since_s
             self._decode_due.set()
 
+    def _set_wake(self, seat: Seat, wake_s: float | None) -> None:
+        """Have the session woken at ``wake_s``. A timer that comes earlier stays, and is set anew then: a stall's moves
+        with every packet.
+        """
+        timer = seat.timer
+        if timer is not None and wake_s is not None and timer.when() <= wake_s:
+            return
+        if timer is not None:
+            timer.cancel()
+        seat.timer = None if wake_s is None else asyncio.get_running_loop().call_at(wake_s, self._wake, seat)
+
     def _wake(self, seat: Seat) -> None:
+        seat.timer = None
         self._feed(seat, seat.session.wake)
 
     def _forget(self, seat: Seat) -> None:
@@ -766,9 +788,11 @@ class Server:
 
     def _waiting(self) -> list[Waiting[Seat]]:
         return [
-            Waiting(seat, model, priority, seat.waiting_since_s or 0.0)
+            Waiting(seat, model, priority, seat.waiting_since_s)
             for seat in self._seats.values()
-            if (priority := seat.session.decode_priority) is not None and (model := seat.session.model) is not None
+            if seat.waiting_since_s is not None
+            and (priority := seat.session.decode_priority) is not None
+            and (model := seat.session.model) is not None
         ]
 
     def _take_job(self, seat: Seat) -> DecodeJob | None:
@@ -810,9 +834,16 @@ class Server:
         while True:
             await self._score_due.wait()
             self._score_due.clear()
-            due = [(seat, work) for seat in list(self._seats.values()) if (work := self._take_windows(seat))]
+            began_s = self._now_s()
+            due = [(seat, work) for seat in self._taken_to_score() if (work := self._take_windows(seat))]
             if due:
                 await self._score(due)
+                await asyncio.sleep(began_s + SCORE_INTERVAL_S - self._now_s())
+
+    def _taken_to_score(self) -> list[Seat]:
+        seats = [seat for seat in self._to_score if self._seats.get(seat.session.session_id) is seat]
+        self._to_score.clear()
+        return seats
 
     def _take_windows(self, seat: Seat) -> tuple[DetectorState, NDArray[np.float32]] | None:
         try:
@@ -875,7 +906,7 @@ class Server:
 
     @staticmethod
     def _now_s() -> float:
-        return asyncio.get_running_loop().time()
+        return time.monotonic()  # which event loops go by, too
 
 
 def knock_of(connection: HTTPConnection) -> Knock:

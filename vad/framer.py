@@ -61,4 +61,6 @@ class Framer:
 
 def padded(samples: NDArray[np.float32]) -> NDArray[np.float32]:
     """``samples`` [n ≤ WINDOW_SAMPLES] with zeros behind them, as one window [WINDOW_SAMPLES]."""
+    if len(samples) == WINDOW_SAMPLES:
+        return samples
     return np.pad(samples, (0, WINDOW_SAMPLES - len(samples)))
