@@ -682,8 +682,9 @@ class Session:
         in_work = [spoken.utterance.keep_from_sample for spoken in self._spoken]
         # A flush inside a window that was filled up with zeros takes the gate back by less than a window.
         keep_from_sample = self._gate.keep_from_sample - WINDOW_SAMPLES
-        lead = self._context.for_speech_at(keep_from_sample)  # for an utterance that may begin any moment
-        led = [lead.lead_start_sample] if lead.lead and not in_work else []
+        led = []
+        if not in_work and self._context.leads_to(keep_from_sample):  # for an utterance that may begin any moment
+            led.append(self._context.lead_start_sample)
         if self._spoken and self._spoken[-1].settings.turn_hangover_ms is not None:  # to be judged at its next pause
             led.append(max(self._spoken[-1].start_sample, keep_from_sample - MAX_TURN_SAMPLES))
         self._audio.drop_before(min([keep_from_sample, *in_work, *led]))

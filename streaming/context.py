@@ -35,6 +35,10 @@ class Context:
     lead_start_sample: int = 0
     end_sample: int = 0
 
+    def leads_to(self, start_sample: int) -> bool:
+        """Whether speech that begins at ``start_sample`` is to be heard with the lead."""
+        return bool(self.lead) and start_sample - self.end_sample <= MAX_LEAD_GAP_SAMPLES
+
     def for_speech_at(self, start_sample: int) -> "Context":
         """What still matters to speech that begins at ``start_sample``."""
         gap_samples = start_sample - self.end_sample

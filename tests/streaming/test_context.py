@@ -56,6 +56,7 @@ def test_leads_grow_over_short_segments() -> None:
 def test_after_a_pause_the_lead_becomes_text_and_after_a_long_one_nothing_is_left() -> None:
     context = Context("before", words("it was"), 0, 8_000)
     assert context.for_speech_at(8_000 + MAX_LEAD_GAP_SAMPLES) == context
+    assert context.leads_to(8_000 + MAX_LEAD_GAP_SAMPLES) and not context.leads_to(8_001 + MAX_LEAD_GAP_SAMPLES)
     later = context.for_speech_at(8_001 + MAX_LEAD_GAP_SAMPLES)
     assert later.prompt == "before it was" and not later.lead
     assert context.for_speech_at(8_001 + MAX_PROMPT_GAP_SAMPLES) == Context()
