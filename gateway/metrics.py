@@ -43,6 +43,11 @@ class Metrics:
         self.turn_seconds = Histogram(
             "senseway_turn_seconds", "Time of one pause in the model of turns", registry=self._registry
         )
+        self.turns_unjudged = Counter(
+            "senseway_turns_unjudged",
+            "Pauses that the model of turns did not judge, or not in time",
+            registry=self._registry,
+        )
         self.loop_lag_seconds = Histogram(
             "senseway_loop_lag_seconds",
             "How late the event loop comes to a timer",

@@ -259,6 +259,9 @@ class Server:
         self._to_score: dict[Seat, None] = {}  # sessions that may have windows for the detector, in order
         self._score_due = asyncio.Event()
         self._judge_due = asyncio.Event()
+        self._judging: asyncio.Future[float | None] | None = (
+            None  # the pause that the model of turns is at, or was last
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
         self._is_stopping = False
@@ -342,6 +345,8 @@ class Server:
         for seat in self._seats.values():
             if seat.timer is not None:
                 seat.timer.cancel()
+        if self._judging is not None:
+            self._judging.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -889,15 +894,29 @@ class Server:
             return None
 
     async def _judge(self, seat: Seat, samples: NDArray[np.float32], since_s: float) -> None:
+        """One pause; without an answer in time, or while an earlier pause is still being judged, it goes unjudged."""
+        left_s = since_s + JUDGE_WITHIN_S - self._now_s()
         probability = None
-        began_s = self._now_s()
-        if began_s - since_s <= JUDGE_WITHIN_S:
-            try:
-                probability = await self._worker.judge(samples)
-            except Exception:
-                log.exception("the model of turns failed on a pause")
-            self.metrics.turn_seconds.observe(self._now_s() - began_s)
+        if left_s > 0 and (self._judging is None or self._judging.done()):
+            self._judging = asyncio.ensure_future(self._judged(samples))
+            await asyncio.wait({self._judging}, timeout=left_s)
+            if self._judging.done():
+                probability = self._judging.result()
+            else:
+                log.warning("the model of turns takes more than %g s for a pause: pauses go by text", JUDGE_WITHIN_S)
+        if probability is None:
+            self.metrics.turns_unjudged.inc()
         self._feed(seat, partial(seat.session.judged, probability))
+
+    async def _judged(self, samples: NDArray[np.float32]) -> float | None:
+        began_s = self._now_s()
+        try:
+            return await self._worker.judge(samples)
+        except Exception:
+            log.exception("the model of turns failed on a pause")
+            return None
+        finally:
+            self.metrics.turn_seconds.observe(self._now_s() - began_s)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

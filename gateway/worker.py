@@ -41,10 +41,10 @@ class Worker:
         self._turn_thread = ThreadPoolExecutor(1, thread_name_prefix="turns")
 
     def stop(self) -> None:
-        """Let what runs finish and end every thread."""
+        """Let what runs finish and end every thread; but for a pause that is judged nobody waits any more."""
         self._engine_thread.shutdown(cancel_futures=True)
         self._detector_thread.shutdown(cancel_futures=True)
-        self._turn_thread.shutdown(cancel_futures=True)
+        self._turn_thread.shutdown(wait=False, cancel_futures=True)
 
     async def open(self, key: StreamKey, model: str, options: DecodeOptions) -> tuple[StreamWarning, ...]:
         """Open an engine stream; answers with its warnings."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from vad.turn import MAX_TURN_SAMPLES
 
+from .errors import ModelFilesError
 from .mel import HOP_SAMPLES, log_mel
 
 N_MELS = 80
@@ -27,10 +28,17 @@ class SmartTurn:
     name = "smart-turn-v3.2"
 
     def __init__(self, path: Path) -> None:
-        """Load the model at ``path``; it computes on the thread that asks."""
+        """Load the model at ``path``; it computes on the thread that asks.
+
+        Raises:
+            ModelFilesError: if onnxruntime can't make anything of it.
+        """
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
-        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        try:
+            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # its own have no base that its releases share
+            raise ModelFilesError(f"{path}: onnxruntime can't load it: {error}") from error
 
     def probability(self, samples: NDArray[np.float32]) -> float:
         """See ``TurnDetector``."""

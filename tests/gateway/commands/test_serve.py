@@ -9,7 +9,7 @@ from gateway.commands.program import run
 from gateway.commands.serve import turn_detector_of
 from gateway.config import ConfigError, TurnModel, load
 from models import store, wheels
-from models.errors import ModelUnavailableError
+from models.errors import ModelFilesError, ModelUnavailableError
 
 
 @pytest.fixture
@@ -52,6 +52,31 @@ def test_a_damaged_cache_does_not_keep_the_server_from_starting(
     (tmp_path / store._TURN_BUNDLE.folder_name).mkdir()
     assert turn_detector_of(TurnModel.AUTO) is None
     assert "remove that folder" in caplog.text
+
+
+def test_a_damaged_file_is_noticed_before_it_judges_anybody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SENSEWAY_CACHE", str(tmp_path))
+    folder = tmp_path / store._TURN_BUNDLE.folder_name
+    folder.mkdir()
+    for name in store._TURN_BUNDLE.files:
+        (folder / name).write_bytes(b"no model")
+    assert turn_detector_of(TurnModel.AUTO) is None
+    assert "smart-turn.onnx is damaged" in caplog.text and "punctuation and silence" in caplog.text
+    with pytest.raises(ModelFilesError, match="remove that folder"):
+        turn_detector_of(TurnModel.SMART_TURN)
+    [finding] = [finding for finding in doctor.weights() if finding.what == store.TURN_MODEL]
+    assert finding.verdict is doctor.Verdict.LESS and "is damaged" in finding.detail
+
+
+def test_a_model_of_turns_that_onnxruntime_can_not_load_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "smart-turn.onnx").write_bytes(b"no model")
+    monkeypatch.setattr(store, "turn_model", lambda: tmp_path / "smart-turn.onnx")
+    assert turn_detector_of(TurnModel.AUTO) is None
+    assert "onnxruntime can't load it" in caplog.text
 
 
 def test_a_model_that_is_wanted_by_name_is_needed(nothing_to_be_had: None) -> None:
