@@ -62,13 +62,13 @@ def run_s(runtime: Runtime, requests: Sequence[Request]) -> tuple[float, list[li
     return spent_s, written
 
 
-def ours(runtime: Runtime, config: WhisperConfig, n_slots: int) -> float:
-    """µs a step with ``n_slots`` windows."""
+def ours(runtime: Runtime, request: Callable[[int], Request], n_slots: int) -> float:
+    """µs a step with ``n_slots`` requests, each ``request`` of how many tokens to write."""
     spent_s = []
     for n_tokens in (FIRST_TOKENS, FIRST_TOKENS + N_TOKENS):
         # One phase a launch: as many steps as are needed are queued, so that nobody waits for the host.
         with patch("megakernel.launcher.GRAPH_STEPS", n_tokens + PROMPT_STEPS):
-            spent_s.append(run_s(runtime, [shapes.request(n_tokens, config=config)] * n_slots)[0])
+            spent_s.append(run_s(runtime, [request(n_tokens)] * n_slots)[0])
     return (spent_s[1] - spent_s[0]) / N_TOKENS * 1e6
 
 
@@ -239,7 +239,8 @@ def rivals(decoders: Decoders, batch: int, *, compiled: bool) -> dict[str, Timed
 def ours_in(decoders: Decoders, mode: Mode, batch: int) -> float:
     """``ours`` from a clean start in ``mode``."""
     decoders.launcher.clear(state=True)
-    return ours(Runtime(decoders.program, decoders.launcher, n_rules=1, mode=mode), decoders.config, batch)
+    runtime = Runtime(decoders.program, decoders.launcher, n_rules=1, mode=mode)
+    return ours(runtime, partial(shapes.request, config=decoders.config), batch)
 
 
 def step_table(decoders: Decoders, batch: int, *, gb_s: float, compiled: bool, n_repeats: int) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megakernel.compile import compile_program
-from megakernel.device import find_device, target_for
+from megakernel.device import Device, find_device, target_for
 from megakernel.launcher import Launcher
 from megakernel.program import Program
 from megakernel.request import Request
@@ -116,13 +116,19 @@ class Decoders:
         return self.launcher.buffers.cross_cache
 
 
-def load(config: WhisperConfig = TURBO) -> Decoders:
-    """Compile and pack for this machine's GPU."""
-    device = find_device()
+def decoder_program(config: WhisperConfig, device: Device, *, n_sms: int | None = None) -> Program:
+    """The decoder for ``device``, or for so many SMs of it."""
     graph = decoder_graph(config, special_tokens(config), n_cross_positions=config.n_audio_positions)
-    program = compile_program(graph, target_for(device))
+    return compile_program(graph, target_for(device, n_sms=n_sms))
+
+
+def load(config: WhisperConfig = TURBO, *, n_sms: int | None = None) -> Decoders:
+    """Compile and pack for this machine's GPU, or for so many SMs of it."""
+    device = find_device()
+    program = decoder_program(config, device, n_sms=n_sms)
     tensors = random_decoder(config)
     bitmaps = rule_bitmaps([endless_rules(config)])
+    graph = decoder_graph(config, special_tokens(config), n_cross_positions=config.n_audio_positions)
     constants = graph_constants(graph, tensors)
     launcher = Launcher.load(program, constants, bitmaps, device=device, cache=cache_folder() / CUBINS)
     launcher.buffers.cross_cache.normal_(generator=torch.Generator(device="cuda").manual_seed(1))

@@ -1,0 +1,200 @@
+// The megakernel's own stream and exchange, alone and against their alternatives, for megakernel_parts.py. Every kernel
+// runs as the loop does: one block on each SM, all at once. What a launch is told it finds in the words of Parameters
+// that these names stand for.
+#include "linear.cuh"
+
+#define N_ROUNDS PARAMETER_MAX_STEPS
+#define FIRST_EPOCH PARAMETER_EPOCH  // no round of any launch before has used it or one behind it
+#define N_ROWS PARAMETER_PHASE
+#define PARTNER PARAMETER_PHASE
+#define COUNTERS PARAMETER_STATE
+#define PLAIN PARAMETER_RESIDUAL  // memory without tags, for what is counted or copied
+#define KERNEL extern "C" __global__ void __launch_bounds__(N_THREADS, 1)
+
+__device__ __forceinline__ Machine begin(const Parameters& p) {
+    Machine m = {(u32)p.word[FIRST_EPOCH], 0, 0, 0};
+    m.forget();
+    if (m.thread() < PARAMETER_WORDS) m.misc().parameters.word[m.thread()] = p.word[m.thread()];
+    if (m.thread() == 0) {
+        m.misc().dead = 0;
+        m.misc().patience = 1u << 20;
+    }
+    __syncthreads();
+    return m;
+}
+
+// ---------------------------------------------------------------------- memory
+
+// Every warp's part of the tape, N_ROUNDS times.
+KERNEL stream_alone(const __grid_constant__ Parameters p) {
+    const Machine m = begin(p);
+    start_stream(m, 0);
+    Stream stream(m);
+    const u32 n = stream.n_bytes / TILE_BYTES * (u32)p.word[N_ROUNDS] / 4;
+    u32 sum = 0;
+#pragma unroll 1
+    for (u32 i = 0; i < n; i++) {
+        uint4 w[4];
+        stream.take(w);
+#pragma unroll
+        for (int t = 0; t < 4; t++) sum ^= w[t].x ^ w[t].y ^ w[t].z ^ w[t].w;
+        stream.refill<4>();
+    }
+    stop_stream();
+    if (sum == 0x12345678u) m.at<u32>(COUNTERS)[0] = sum;  // so that nothing is left out
+}
+
+// N_ROUNDS MiB from PLAIN to the EXCHANGE's place, by as many SMs as there are blocks.
+extern "C" __global__ void __launch_bounds__(1024, 1) copy(const __grid_constant__ Parameters p) {
+    constexpr u32 AHEAD = 4;
+    const uint4* from = (const uint4*)p.word[PLAIN];
+    uint4* to = (uint4*)p.word[PARAMETER_EXCHANGE];
+    const u64 n = p.word[N_ROUNDS] << 16, stride = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i + (AHEAD - 1) * stride < n; i += AHEAD * stride) {
+        uint4 v[AHEAD];
+#pragma unroll
+        for (u32 a = 0; a < AHEAD; a++) v[a] = __ldcs(from + i + a * stride);
+#pragma unroll
+        for (u32 a = 0; a < AHEAD; a++) __stcs(to + i + a * stride, v[a]);
+    }
+}
+
+// ---------------------------------------------------------------------- one word
+
+// A word goes to and fro between SM 0 and SM PARTNER: a round is one way.
+KERNEL hop_between_two(const __grid_constant__ Parameters p) {
+    const Machine m = begin(p);
+    const u32 partner = (u32)p.word[PARTNER];
+    if ((m.sm() != 0 && m.sm() != partner) || m.thread() != 0) return;
+#pragma unroll 1
+    for (u32 round = 0; round < p.word[N_ROUNDS]; round++) {
+        u64* word = words(m) + (round & 1) * 16;  // on lines of their own
+        if ((round & 1) == (m.sm() == 0 ? 0u : 1u))
+            publish(word, round, m.epoch + round);
+        else
+            take(m, word, m.epoch + round);
+    }
+}
+
+// Every SM publishes a word in each replica and waits for one of every SM.
+KERNEL hop_among_all(const __grid_constant__ Parameters p) {
+    constexpr u32 STRIDE = (N_SMS + 15) / 16 * 16, PAIRS = (N_SMS + 1) / 2, EACH = (PAIRS + 31) / 32;
+    const Machine m = begin(p);
+    if (m.warp() != 0) return;
+#pragma unroll 1
+    for (u32 round = 0; round < p.word[N_ROUNDS]; round++) {
+        u64* buffer = words(m) + (round & 1) * N_REPLICAS * STRIDE;
+        const u32 epoch = m.epoch + round;
+        if (m.lane() < N_REPLICAS) publish(buffer + m.lane() * STRIDE + m.sm(), round, epoch);
+        if (m.sm() == 0 && N_SMS % 2 && m.lane() < N_REPLICAS) publish(buffer + m.lane() * STRIDE + N_SMS, round, epoch);
+        const u64* mine = buffer + (m.sm() % N_REPLICAS) * STRIDE;
+        Pair pairs[EACH];
+#pragma unroll
+        for (u32 i = 0; i < EACH; i++) pairs[i] = peek_pair(mine + min(m.lane() + 32 * i, PAIRS - 1) * 2);
+#pragma unroll
+        for (u32 i = 0; i < EACH; i++) settle(m, mine + min(m.lane() + 32 * i, PAIRS - 1) * 2, epoch, pairs[i]);
+        __syncwarp();
+    }
+}
+
+__device__ __forceinline__ void arrive(u32* counter) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+__device__ __forceinline__ void wait_for(const Machine m, const u32* counter, u32 target) {
+    u32 found;
+    Wait wait;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(found) : "l"(counter) : "memory");
+    } while ((int)(found - target) < 0 && !wait.is_over(m));
+}
+
+// The same by a counter.
+KERNEL barrier(const __grid_constant__ Parameters p) {
+    const Machine m = begin(p);
+    u32* counter = m.at<u32>(COUNTERS);
+#pragma unroll 1
+    for (u32 round = 0; round < p.word[N_ROUNDS]; round++) {
+        __syncthreads();
+        if (m.thread() == 0) {
+            arrive(counter);
+            wait_for(m, counter, (round + 1) * N_SMS);
+        }
+        __syncthreads();
+    }
+}
+
+// ---------------------------------------------------------------------- rows
+
+struct Share {  // of a row of WIDTH elements: whole granules, as LINEAR has them
+    u32 first_pair, n_pairs;
+    __device__ __forceinline__ explicit Share(u32 sm) {
+        constexpr u32 GRANULES = WIDTH / GRANULE_ROWS, PAIRS = GRANULE_ROWS / 2;
+        first_pair = sm * GRANULES / N_SMS * PAIRS;
+        n_pairs = (sm + 1) * GRANULES / N_SMS * PAIRS - first_pair;
+    }
+};
+
+// Every SM publishes its part of N_ROWS rows, and then has all of them in shared memory: tagged words.
+KERNEL rows_tagged(const __grid_constant__ Parameters p) {
+    const Machine m = begin(p);
+    const Share share(m.sm());
+    const u32 n_rows = (u32)p.word[N_ROWS], n = n_rows * share.n_pairs;
+#pragma unroll 1
+    for (u32 round = 0; round < p.word[N_ROUNDS]; round++) {
+        const u32 buffer = (round & 1) * N_REPLICAS * TARGET_ROWS * WIDTH / 2, epoch = m.epoch + round;
+        for (u32 i = m.thread(); i < n; i += N_THREADS)
+            publish_row(m, buffer, WIDTH, i / share.n_pairs, share.first_pair + i % share.n_pairs, round, epoch);
+        load_rows<WIDTH>(m, n_rows, 0, buffer, epoch);
+        __syncthreads();
+    }
+}
+
+// The same with plain stores, a count of the SMs that are done, and plain loads of twice as many elements at a time.
+KERNEL rows_counted(const __grid_constant__ Parameters p) {
+    constexpr u32 QUADS = WIDTH / 8;  // 16 bytes each
+    const Machine m = begin(p);
+    const Share share(m.sm());
+    const u32 n_rows = (u32)p.word[N_ROWS], n = n_rows * share.n_pairs;
+    u32* counter = m.at<u32>(COUNTERS);
+#pragma unroll 1
+    for (u32 round = 0; round < p.word[N_ROUNDS]; round++) {
+        u32* buffer = m.at<u32>(PLAIN) + (round & 1) * TARGET_ROWS * WIDTH / 2;
+        for (u32 i = m.thread(); i < n; i += N_THREADS)
+            __stcg(buffer + i / share.n_pairs * (WIDTH / 2) + share.first_pair + i % share.n_pairs, round);
+        __syncthreads();
+        if (m.thread() == 0) {
+            arrive(counter);
+            wait_for(m, counter, (round + 1) * N_SMS);
+        }
+        __syncthreads();
+        for (u32 i = m.thread(); i < n_rows * QUADS; i += N_THREADS)
+            *(uint4*)(m.x() + i / QUADS * x_stride(WIDTH) + i % QUADS * 16) = load_through(buffer + i * 4);
+        __syncthreads();
+    }
+}
+
+// ---------------------------------------------------------------------- the host
+
+// One look after the other at a word in the host's memory.
+KERNEL look_at_host(const __grid_constant__ Parameters p) {
+    const Machine m = begin(p);
+    if (m.sm() != CONTROL_SM || m.thread() != 0) return;
+    u32 sum = 0;
+#pragma unroll 1
+    for (u32 round = 0; round < p.word[N_ROUNDS]; round++) sum += load_host(m.at<const u32>(PARAMETER_HOST_DOOR));
+    m.at<u32>(COUNTERS)[0] = sum;
+}
+
+// Answers the host's every number with the same number.
+KERNEL echo(const __grid_constant__ Parameters p) {
+    const Machine m = begin(p);
+    if (m.sm() != CONTROL_SM || m.thread() != 0) return;
+#pragma unroll 1
+    for (u32 round = 1; round <= p.word[N_ROUNDS]; round++) {
+        Wait wait;
+        while (load_host(m.at<const u32>(PARAMETER_HOST_DOOR)) != round && !wait.is_over(m)) {
+        }
+        store_host(m.at<u32>(PARAMETER_HOST_BEAT), round);
+    }
+}
