@@ -132,13 +132,17 @@ SlotRecord = TokenRecord | SegmentRecord | EmissionRecord | PartRecord | DoneRec
 Record = SlotRecord | LeftRecord
 
 
+_RUN_RECORDS = 256  # looked at together
 SLOT_FACTOR = 256  # a record's first word: its kind plus this times its slot
 _WORD, _FLOAT, _INDEX = (struct.Struct(code) for code in "Ifi")
 
 
 def decode_record(words: NDArray[np.uint32]) -> Record:  # [RECORD_WORDS]
     """What the device said."""
-    body: list[int] = words.tolist()  # one step out of numpy: a batch of slots speaks every 20 us
+    return _decode(words.tolist())
+
+
+def _decode(body: list[int]) -> Record:
     slot, kind = divmod(body[isa.Record.KIND], SLOT_FACTOR)
     ticket, token, value, step = (
         body[isa.Record.TICKET],
@@ -228,19 +232,21 @@ class Mailbox:
 
     def take_records(self) -> list[Record]:
         """Whole records that were not taken yet, in order."""
-        taken = []
-        while (record := self._next_record()) is not None:
-            taken.append(record)
+        taken: list[Record] = []
+        while self.has_record and (run := self._next_run()):
+            taken += run
         return taken
 
-    def _next_record(self) -> Record | None:
-        words = self._records[self.n_records % isa.RECORD_SLOTS]
-        expected = (self.n_records + 1) & _WORD_MASK
-        if int(words[isa.Record.FIRST_SEQUENCE]) != expected or int(words[isa.Record.SEQUENCE]) != expected:
-            return None
+    def _next_run(self) -> list[Record]:
+        """Whole records that lie one after the other, out of numpy in few steps: many slots speak every 20 µs."""
+        place = self.n_records % isa.RECORD_SLOTS
+        words = self._records[place : place + _RUN_RECORDS]
+        expected = (self.n_records + 1 + np.arange(len(words))) & _WORD_MASK
+        is_whole = (words[:, isa.Record.FIRST_SEQUENCE] == expected) & (words[:, isa.Record.SEQUENCE] == expected)
+        n_whole = len(words) if is_whole.all() else int(is_whole.argmin())
         self._fence()
-        self.n_records += 1
-        return decode_record(words.copy())
+        self.n_records += n_whole
+        return [_decode(body) for body in words[:n_whole].tolist()]
 
     def _fence(self) -> None:
         """What was accessed before is ordered before what is accessed after, on every processor.

@@ -63,6 +63,13 @@ class SlotRuntime(Protocol):
         """Give everything back."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SeatState(TransducerState):
+    """A state as a seat has it, so that a whole batch of them goes back in one operation."""
+
+    packed: Tensor | None = None  # [L, 2, P] float32: outputs and cells
+
+
 @dataclass(slots=True)
 class _Stream:
     """What is left of one stream's frames, and what they have said."""
@@ -76,6 +83,10 @@ class _Stream:
     @property
     def n_left(self) -> int:
         return len(self.frames) - self.n_done
+
+    def next_frames(self, n: int) -> Tensor:
+        """[n, P], of those not given yet."""
+        return self.frames if n == len(self.frames) else self.frames[self.n_done : self.n_done + n]
 
 
 class MegakernelDecoder:
@@ -94,6 +105,7 @@ class MegakernelDecoder:
         self._n_slots = n_slots
         self._buffers = buffers
         self._projector = projector
+        self._seats = buffers.state_in.unbind()
         self._start: TransducerState | None = None
 
     @torch.inference_mode()
@@ -101,7 +113,7 @@ class MegakernelDecoder:
         """See ``TransducerDecoder``. The first call asks the device."""
         if self._start is None:
             state = self._buffers.state_in
-            nothing = TransducerState(state[0, :, 0], state[0, :, 1], state[0, 0, 0])
+            nothing = SeatState(state[0, :, 0], state[0, :, 1], state[0, 0, 0], packed=state[0])
             stream = _Stream(self._buffers.frames[0, :0], nothing, begins=True)
             with _runtime_errors():
                 self._round([stream])
@@ -152,40 +164,38 @@ class MegakernelDecoder:
         jumps = self._collect(streams, seats)
         found = self._buffers.state_out[: len(streams)].clone()  # [streams, L, 2, P]
         projected = functional.linear(found[:, -1, 0], *self._projector)
-        for seat, stream in enumerate(streams):
-            hidden, cell = found[seat, :, 0], found[seat, :, 1]
-            stream.state = TransducerState(hidden, cell, projected[seat], time_jump=jumps[seat])
+        hidden, cells, packed = found[:, :, 0].unbind(), found[:, :, 1].unbind(), found.unbind()
+        for seat, (stream, last) in enumerate(zip(streams, projected.unbind(), strict=True)):
+            stream.state = SeatState(hidden[seat], cells[seat], last, jumps[seat], packed[seat])
             stream.n_done += lengths[seat]
 
     def _fill(self, streams: Sequence[_Stream], lengths: Sequence[int]) -> None:
-        """Frames and states to the seats, in few operations: each takes longer to ask for than to do."""
-        frames, state_in = self._buffers.frames, self._buffers.state_in
-        states = [part.to(state_in) for each in streams for part in (each.state.hidden, each.state.cell)]
-        state_in[: len(streams)] = torch.stack(states).view(len(streams), 2, *states[0].shape).transpose(1, 2)
-        pieces = [each.frames[each.n_done : each.n_done + n] for each, n in zip(streams, lengths, strict=True)]
-        if len(set(lengths)) == 1:
-            frames[: len(streams), : lengths[0]] = torch.stack(pieces)
-        else:
-            for seat, piece in enumerate(pieces):
-                frames[seat, : len(piece)] = piece
+        """Frames and states to the seats, in two operations: each takes longer to ask for than to do."""
+        seats = {n_frames: self._buffers.frames[:, :n_frames].unbind() for n_frames in set(lengths)}
+        to = [seats[n_frames][seat] for seat, n_frames in enumerate(lengths)]
+        torch._foreach_copy_(to, [each.next_frames(n) for each, n in zip(streams, lengths, strict=True)])
+        torch._foreach_copy_(self._seats[: len(streams)], [_packed(each.state) for each in streams])
 
-    def _collect(self, streams: Sequence[_Stream], seats: Sequence[Sequence[int]]) -> dict[int, int]:
+    def _collect(self, streams: Sequence[_Stream], seats: Sequence[Sequence[int]]) -> list[int]:
         """Emissions to their streams until all slots are done; then by how many frames each seat's are passed."""
-        jumps: dict[int, int] = {}
-        left = [list(own) for own in seats]  # of each slot: its seats, in order
+        jumps = [0] * len(streams)
+        left = [list(reversed(own)) for own in seats]  # of each slot: its seats, the last one first
+        n_left = len(streams)
         self._runtime.burst()
-        while len(jumps) < len(streams):
+        while n_left:
             for record in self._runtime.wait(_WAIT_S):
                 match record:
                     case EmissionRecord():
-                        stream = streams[left[record.slot][0]]
+                        stream = streams[left[record.slot][-1]]
                         frame = stream.n_done + record.frame
                         emission = Emission(record.token, frame, record.duration, record.log_probability)
                         stream.emissions.append(emission)
                     case PartRecord():
-                        jumps[left[record.slot].pop(0)] = record.n_past
+                        jumps[left[record.slot].pop()] = record.n_past
+                        n_left -= 1
                     case DoneRecord():
-                        jumps[left[record.slot].pop(0)] = record.n_verified
+                        jumps[left[record.slot].pop()] = record.n_verified
+                        n_left -= 1
         self._runtime.leave()
         return jumps
 
@@ -202,6 +212,12 @@ def share_out(lengths: Sequence[int], n_slots: int) -> list[list[int]]:
         slots[slot].append(index)
         loads[slot] += lengths[index] + 1
     return slots
+
+
+def _packed(state: TransducerState) -> Tensor:
+    if isinstance(state, SeatState) and state.packed is not None:
+        return state.packed
+    return torch.stack((state.hidden, state.cell), dim=1).float()
 
 
 def _part(stream: _Stream, seat: int, n_frames: int) -> FramePart:
