@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from vad.audio import SAMPLE_RATE_HZ
 
 FOLDER_VARIABLE = "SENSEWAY_CLIPS"  # where the tests on a GPU look for more than the two recordings of the cache
+AUDIO_SUFFIXES = tuple(f".{name}" for name in "aiff au flac g722 m4a mp3 mp4 ogg opus raw ulaw wav webm".split())
 _BYTES_PER_SAMPLE = 2
 _FULL_SCALE = 1 << 15
 
@@ -78,6 +79,24 @@ def _any_rate(path: Path) -> NDArray[np.float32]:
 
 def _floats(content: bytes) -> NDArray[np.float32]:
     return np.frombuffer(content, "<i2").astype(np.float32) / _FULL_SCALE
+
+
+def recordings_in(folder: Path) -> tuple[list[Clip], list[str]]:
+    """Every file below ``folder`` that soundfile reads, by name, and the names of those that it does not."""
+    import soundfile
+    import soxr
+
+    clips, unread = [], []
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in AUDIO_SUFFIXES):
+        name = path.relative_to(folder).as_posix()
+        try:
+            audio, rate_hz = soundfile.read(path, dtype="float32", always_2d=True)
+        except (soundfile.LibsndfileError, TypeError):  # the latter: a file without a header
+            unread.append(name)
+            continue
+        mono = audio.mean(axis=1)
+        clips.append(Clip(name, mono if rate_hz == SAMPLE_RATE_HZ else soxr.resample(mono, rate_hz, SAMPLE_RATE_HZ)))
+    return clips, unread
 
 
 def write_clip(clip: Clip, folder: Path) -> None:

@@ -4,23 +4,28 @@ Run from the project's root:
 
     python -m benchmarks.parity --models whisper-tiny.en whisper-base
 
-Greedy decoding of every clip's windows of up to 30 s, no fallback, no draft. A difference is one of rounding if the
-reference's two tokens lie closer together than torch's own bfloat16 moves them, or than one step of bfloat16 at their
-size. Behind its first difference a text goes its own way, so it is compared up to there. Clips are those of
-SENSEWAY_CLIPS (benchmarks/clips.py), else the two recordings of the models' cache.
+Greedy decoding of every clip's windows of up to 30 s, no fallback. The reference checks the backend's text as a draft,
+which can't change what it writes and spares it most passes; the backend has no draft. A difference is one of rounding
+if the reference's two tokens lie closer together than torch's own bfloat16 moves them, or than one step of bfloat16 at
+their size. Behind its first difference a text goes its own way, so it is compared up to there. Clips are all files
+below the folder that ``--recordings`` names, else those of SENSEWAY_CLIPS (benchmarks/clips.py), else the two
+recordings of the models' cache.
 """
 
 import argparse
 import math
+import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.clips import Clip, known_clips
+from benchmarks.clips import Clip, known_clips, recordings_in
 from benchmarks.report import heading
 from models.backends import Backends
 from models.devices import TORCH_CPU
@@ -123,8 +128,8 @@ class Comparison:
             task = (special.languages[wanted_guess.index], special.transcribe)
         head = (special.start_of_transcript, *task, special.no_timestamps)
         request = Request(head, 0, (), (), max_sampled_tokens(len(samples)))
-        (wanted,) = self._exact.write([Writing(wanted_audio, request, rules)])
         (found,) = self._backend.write([Writing(found_audio, request, rules)])
+        (wanted,) = self._exact.write([Writing(wanted_audio, replace(request, draft=found.tokens), rules)])
         whole_wanted, whole_found = (
             (*one.tokens, special.end_of_text) if one.has_ended else one.tokens for one in (wanted, found)
         )
@@ -165,6 +170,22 @@ class Comparison:
         return mask_logits(model.logits(hidden)[0, -1].cpu(), written, self._references.rules.plain)
 
 
+def compare_all(comparison: Comparison, clips: Sequence[Clip]) -> list[Compared]:
+    """Every window that is not silent to all, with a line on standard error now and then."""
+    compared: list[Compared] = []
+    began_s = time.monotonic()
+    for index, clip in enumerate(windows(clips)):
+        one = comparison.compare(*clip)
+        compared += [one] if one is not None else []
+        if index % _REPORT_WINDOWS == 0 or (one is not None and one.difference is not None):
+            what = one.difference if one is not None else None
+            print(f"{time.monotonic() - began_s:.0f} s, window {index}: {what}", file=sys.stderr, flush=True)
+    return compared
+
+
+_REPORT_WINDOWS = 50
+
+
 def summary(name: str, backend: str, compared: Sequence[Compared]) -> str:
     """One line of the table."""
     differences = [one.difference for one in compared if one.difference is not None]
@@ -198,12 +219,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["whisper-tiny.en", "whisper-base"])
     parser.add_argument("--cpu", action="store_true", help="the CPU's backend, also where there is a GPU")
+    parser.add_argument("--recordings", type=Path, help="a folder, of which every file is decoded")
     parser.add_argument("--max-clips", type=int, default=1_000)
     arguments = parser.parse_args()
-    clips = known_clips()[: arguments.max_clips]
+    clips, unread = recordings_in(arguments.recordings) if arguments.recordings else (known_clips(), [])
+    clips = clips[: arguments.max_clips]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(heading("Tokens beside the float32 reference"))
-    print(f"{len(clips)} clips.\n\n{HEADER}")
+    print(f"{len(clips)} clips, {sum(clip.duration_s for clip in clips) / 60:.0f} minutes.")
+    if unread:
+        print(f"\nNot read by soundfile: {', '.join(unread)}.")
+    print(f"\n{HEADER}", flush=True)
     listings = []
     for name in arguments.models:
         files = find_model(name)
@@ -214,7 +240,7 @@ def main() -> None:
         wanted = [offer for offer in every if offer.name == TORCH_CPU or not arguments.cpu]
         backends = Backends(wanted, model=name)
         comparison = Comparison(References.of(model, rules, device), backends.current)
-        compared = [one for clip in windows(clips) if (one := comparison.compare(*clip)) is not None]
+        compared = compare_all(comparison, clips)
         print(summary(name, backends.name, compared), flush=True)
         differences = [one.difference for one in compared if one.difference is not None]
         listings.append(f"\n## {name}\n\n{listing(differences, tokenizer)}")

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.clips import FOLDER_VARIABLE, Clip, known_clips, read_clips, write_clip
+from benchmarks.clips import FOLDER_VARIABLE, Clip, known_clips, read_clips, recordings_in, write_clip
 
 
 def test_a_clip_written_is_the_clip_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +26,15 @@ def test_another_rate_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_bytes(content)
     with pytest.raises(ValueError, match=r"8000.*accepted is \(1, 2, 16000\)"):
         read_clips(tmp_path)
+
+
+def test_a_folders_recordings_are_read_at_any_rate_and_the_others_named(tmp_path: Path) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    (tmp_path / "below").mkdir()
+    soundfile.write(tmp_path / "below" / "a.flac", np.zeros((800, 2), np.float32), 8_000)
+    (tmp_path / "b.wav").write_bytes(b"no recording")
+    (tmp_path / "c.raw").write_bytes(b"\0" * 64)
+    (tmp_path / "words.txt").write_text("not looked at")
+    clips, unread = recordings_in(tmp_path)
+    assert [(clip.name, clip.samples.shape) for clip in clips] == [("below/a.flac", (1600,))]
+    assert unread == ["b.wav", "c.raw"]

@@ -35,7 +35,7 @@ def references() -> References:
 def test_the_reference_does_not_differ_from_itself(references: References) -> None:
     one = Comparison(references, TorchBackend(references.exact, references.rules)).compare("noise", noise(20_000))
     assert one is not None and one.difference is None and one.n_equal == one.n_tokens
-    assert one.same_language and max(map(abs, one.logprob_errors)) == 0
+    assert one.same_language and max(map(abs, one.logprob_errors)) < 1e-4  # a draft is checked in larger products
 
 
 def test_a_wrong_token_is_no_rounding(references: References) -> None:
