@@ -5,7 +5,7 @@ within hundreds of steps; without it, it first spends thousands on what the text
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -49,6 +49,10 @@ class Aligned:
     tokens: Tensor  # int64 [B, K]
     durations: Tensor  # int64 [B, K]
     counts: Tensor  # bool [B, K]
+
+    def to(self, device: torch.device) -> "Aligned":
+        """The same on another device."""
+        return Aligned(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
 
 
 def piece_frames(words: Sequence[TimedPieces], n_frames: int, blank: int) -> tuple[Numbers, Numbers]:

@@ -8,7 +8,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from models.parakeet.config import FRAME_SAMPLES, HOP_SAMPLES, SUBSAMPLING
@@ -54,22 +56,24 @@ def encode_in_buffers(encode: Encode, samples: Tensor, n_samples: Sequence[int],
 
     ``n_samples`` are those of the rows; what lies behind a row's own frames means nothing.
     """
-    n_rows, longest = len(n_samples), max(map(n_frames, n_samples))
+    lengths = np.asarray(n_samples)
+    frames_of_row = np.array([n_frames(n) for n in n_samples])
+    starts = np.arange(0, frames_of_row.max(), contexts.chunk)  # of chunks
+    begins = np.maximum(0, starts - contexts.left)  # of buffers
+    rows, chunks = np.nonzero(frames_of_row[:, None] > starts)
+    ends = np.minimum(lengths[rows], (starts[chunks] + contexts.chunk + contexts.right) * FRAME_SAMPLES)
+    number = np.zeros((len(lengths), len(starts)), dtype=np.int64)  # of the buffer of each row and chunk
+    number[rows, chunks] = np.arange(len(rows))
+    frame = np.arange(frames_of_row.max())
+    buffer_of = number[:, frame // contexts.chunk]
+    frame_of = frame - begins[frame // contexts.chunk]
+
+    def there(values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(samples.device, non_blocking=True)
+
     width = (contexts.left + contexts.chunk + contexts.right) * FRAME_SAMPLES
-    buffers: list[Tensor] = []
-    lengths: list[int] = []
-    buffer_of = torch.zeros((n_rows, longest), dtype=torch.int64)
-    frame_of = torch.zeros((n_rows, longest), dtype=torch.int64)
-    for start in range(0, longest, contexts.chunk):
-        begin = max(0, start - contexts.left)
-        rows = [row for row in range(n_rows) if n_frames(n_samples[row]) > start]
-        stop = min(start + contexts.chunk, longest)
-        buffer_of[rows, start:stop] = torch.arange(len(lengths), len(lengths) + len(rows))[:, None]
-        frame_of[:, start:stop] = torch.arange(start - begin, stop - begin)
-        end = (start + contexts.chunk + contexts.right) * FRAME_SAMPLES
-        part = samples[rows, begin * FRAME_SAMPLES : end]
-        buffers.append(torch.nn.functional.pad(part, (0, width - part.shape[1])))
-        lengths += [min(n_samples[row], end) - begin * FRAME_SAMPLES for row in rows]
-    counts = torch.tensor(lengths).to(samples.device, non_blocking=True)
-    frames = encode(torch.cat(buffers), counts)
-    return frames[buffer_of.to(samples.device), frame_of.to(samples.device)]
+    padded = torch.nn.functional.pad(samples, (0, width))
+    place = (there(begins[chunks]) * FRAME_SAMPLES)[:, None] + torch.arange(width, device=samples.device)
+    buffers = padded[there(rows)[:, None], place]
+    frames = encode(buffers, there(ends - begins[chunks] * FRAME_SAMPLES))
+    return frames[there(buffer_of), there(frame_of)]

@@ -5,6 +5,7 @@ from, nor how long to train.
 """
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,8 @@ from models.parakeet.encoder import Encoder, n_encoder_frames
 from models.parakeet.features import MIN_SAMPLES, log_mel, n_mel_frames
 from models.parakeet.reference import Parakeet
 from models.parakeet.training.alignment import Aligned
-from models.parakeet.training.buffers import Contexts, encode_in_buffers
+from models.parakeet.training.buffers import encode_in_buffers
+from models.parakeet.training.buffers import n_frames as n_frames_of
 from models.parakeet.training.loss import tdt_loss
 from models.parakeet.training.streams import Batch
 
@@ -32,16 +34,18 @@ class Regularisation:
     widest_frequency_mask: float = 0.25  # of all channels
     n_time_masks: int = 8
     widest_time_mask: float = 0.045  # of a buffer, and at most `LONGEST_TIME_MASK` mel frames
+    widest_warp: float = 0.08  # of the mel channels' numbers: as if throats were so much shorter or longer
     under_normalisation: float = 0.02  # sigma of the paper: lowers each token's log-probability, so favours few steps
 
     @staticmethod
     def none() -> "Regularisation":
         """For the error rate, or to see whether a few recordings can be learnt by heart."""
-        return Regularisation(0.0, 0.0, 0.0, 0, 0.0, 0, 0.0, 0.0)
+        return Regularisation(0.0, 0.0, 0.0, 0, 0.0, 0, 0.0, 0.0, 0.0)
 
 
 LONGEST_TIME_MASK = 40  # mel frames
 BRANCH_SCALE = 0.5  # of first weights
+SUM = 2  # torch's number of that reduction
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,31 +82,32 @@ class Learner(nn.Module):
             features = log_mel(samples, n_samples, self.parakeet.config.n_mels)
         n_frames = n_mel_frames(n_samples)
         if self.training and self.is_masked:
-            features = masked(features, n_frames, self.regularisation)
+            features = masked(warped(features, self.regularisation.widest_warp), n_frames, self.regularisation)
         states: Tensor = self.parakeet.encoder(features, n_frames)
         return states
 
-    def states(self, batch: Batch, contexts: Contexts | None) -> Tensor:
-        """Encoder states [B, T, d_model] of whole streams, or put together from buffers with these contexts."""
-        if contexts is not None:
-            return encode_in_buffers(self.encode, batch.samples, batch.n_samples, contexts)
-        return self.encode(batch.samples, torch.tensor(batch.n_samples).to(batch.samples.device))
+    def states(self, batch: Batch) -> Tensor:
+        """Encoder states [B, T, d_model] of whole streams, or put together from buffers with the batch's contexts."""
+        if batch.contexts is not None:
+            return encode_in_buffers(self.encode, batch.samples, batch.n_samples, batch.contexts)
+        return self.encode(batch.samples, torch.tensor(batch.n_samples).to(batch.samples.device, non_blocking=True))
 
-    def forward(self, batch: Batch, contexts: Contexts | None) -> Losses:
+    def forward(self, batch: Batch) -> Losses:
         """Both losses of a batch: along its path if it has one, else over all alignments."""
-        states = self.states(batch, contexts)
+        states = self.states(batch)
         if batch.aligned is not None:
             return self._losses_along(states, batch, batch.aligned)
         n_frames = self._n_frames(batch)
-        n_labels_in_all = batch.n_tokens.sum()
+        n_labels_in_all = sum(batch.n_tokens)
         transducer = self._transducer_losses(states, n_frames, batch).sum() / n_labels_in_all
-        ctc = functional.ctc_loss(
+        # Numbers of frames and labels from here: tensors of them on the device would be waited for.
+        ctc = torch.ctc_loss(
             self.ctc_head(states).float().log_softmax(-1).transpose(0, 1),
             batch.tokens,
-            n_frames,
-            batch.n_tokens,
+            [n_frames_of(n) for n in batch.n_samples],
+            list(batch.n_tokens),
             blank=self.parakeet.config.blank_id,
-            reduction="sum",
+            reduction=SUM,
             zero_infinity=True,  # a stream with more labels than frames
         )
         return Losses(transducer, ctc / n_labels_in_all)
@@ -119,10 +124,10 @@ class Learner(nn.Module):
         durations = functional.cross_entropy(duration_logits, aligned.durations[aligned.counts], reduction="sum")
         inside = torch.arange(states.shape[1], device=states.device) < self._n_frames(batch)[:, None]
         said = functional.cross_entropy(self.ctc_head(states).float()[inside], aligned.pieces[inside])
-        return Losses((tokens + durations) / batch.n_tokens.sum(), said)
+        return Losses((tokens + durations) / sum(batch.n_tokens), said)
 
     def _n_frames(self, batch: Batch) -> Tensor:
-        n_samples = torch.tensor(batch.n_samples).to(batch.samples.device)
+        n_samples = torch.tensor(batch.n_samples).to(batch.samples.device, non_blocking=True)
         return n_encoder_frames(n_mel_frames(n_samples))
 
     def _transducer_losses(self, states: Tensor, n_frames: Tensor, batch: Batch) -> Tensor:
@@ -136,7 +141,8 @@ class Learner(nn.Module):
         which = batch.tokens[:, None, :, None].expand(-1, logits.shape[1], -1, -1)
         labels = token_logits[:, :, :-1].gather(-1, which)[..., 0] - total[:, :, :-1]
         durations = logits[..., config.vocabulary_size :].log_softmax(dim=-1)
-        return tdt_loss(blank, labels, durations, n_frames=n_frames, n_labels=batch.n_tokens)
+        n_labels = torch.tensor(batch.n_tokens).to(states.device, non_blocking=True)
+        return tdt_loss(blank, labels, durations, n_frames=n_frames, n_labels=n_labels)
 
     def _predicted(self, tokens: Tensor) -> Tensor:
         """What the prediction network says before each token and behind the last: [B, U + 1, P]."""
@@ -177,6 +183,15 @@ def _keep_blank_at_zero(embedding: nn.Embedding, blank_id: int) -> None:
     learns[blank_id] = 0.0
     embedding.register_buffer("learns", learns, persistent=False)
     embedding.weight.register_hook(lambda grad: grad * embedding.get_buffer("learns"))  # type: ignore[no-untyped-call]
+
+
+def warped(features: Tensor, widest: float) -> Tensor:
+    """Features [R, M, n_mels] whose channels are stretched or squeezed, all by one factor drawn from 1 ± ``widest``."""
+    n_mels = features.shape[-1]
+    factor = 1.0 + widest * (2.0 * torch.rand((), device=features.device) - 1.0)
+    channel = (torch.arange(n_mels, device=features.device) * factor).clamp(max=n_mels - 1.001)
+    below = channel.long()
+    return torch.lerp(features[..., below], features[..., below + 1], channel - below)
 
 
 def masked(features: Tensor, n_frames: Tensor, regularisation: Regularisation) -> Tensor:
@@ -227,12 +242,12 @@ class Average:
             own.copy_(other)
 
     @torch.no_grad()
-    def measure_norms(self, batches: list[tuple[Batch, Contexts | None]]) -> None:
+    def measure_norms(self, batches: Iterable[Batch]) -> None:
         """Gives the batch norms the means and deviations that the averaged network has, as its weights' mean."""
         for norm in batch_norms(self.learner):
             norm.reset_running_stats()
             norm.momentum = None  # the mean of all that follows
             norm.train()
-        for batch, contexts in batches:
-            self.learner.states(batch, contexts)
+        for batch in batches:
+            self.learner.states(batch)
         self.learner.eval()

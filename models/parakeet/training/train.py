@@ -12,28 +12,31 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from models.parakeet.config import SUBSAMPLING, ParakeetConfig
 from models.parakeet.reference import Parakeet
-from models.parakeet.training.buffers import Contexts, draw_contexts
+from models.parakeet.training.buffers import draw_contexts
 from models.parakeet.training.data import SAMPLE_RATE_HZ, SPLIT_SEED, held_out_speakers, read_list, read_words, spoken
 from models.parakeet.training.learner import Average, Learner, Regularisation, batch_norms
 from models.parakeet.training.streams import (
     NO_WORDS,
     Augmentation,
     Batch,
+    Layout,
     Recording,
+    Sounds,
     assemble,
+    lay_out,
     load,
     plan_batches,
     with_path,
@@ -55,8 +58,7 @@ SIZES = ParakeetConfig(
 )
 
 LARGEST_NORM = 1.0  # of the gradient
-LARGE_COST = 3.5  # of encoding in buffers: from here on a batch is halved
-
+LATER_TEMPOS = (0.87, 1.0, 1.15)
 
 GENTLE_AUGMENTATION = Augmentation(tempos=(1.0,), noise_share=0.2, narrow_share=0.1, merge_dropout=0.05)
 GENTLE_REGULARISATION = Regularisation(dropout=0.05, token_dropout=0.1, n_frequency_masks=1, n_time_masks=4)
@@ -80,6 +82,9 @@ class Plan:
     average_decay: float = 0.999
     report_every_s: float = 25.0
     n_norm_batches: int = 60  # over which the batch norms of the averaged network are measured
+    mixed_until: float = 0.75  # of the time: speech that came later is heard, too
+    ask_every_s: float = 4.0
+    n_workers: int = 0  # processes that lay batches out
     keeps_norms: bool = False  # the batch norms stay as they are, since small batches tell little of them
     max_steps: int | None = None
 
@@ -110,48 +115,76 @@ def rate(plan: Plan, progress: float) -> float:
     )
 
 
-def batches(
-    recordings: Sequence[Recording],
-    tokenizer: Tokenizer,
-    augmentation: Augmentation,
-    plan: Plan,
-    *,
-    config: ParakeetConfig,
-    along_paths: bool,
-) -> Iterator[tuple[Batch, Contexts | None]]:
-    """Without end: a batch, and the contexts of its buffers (None: whole streams).
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """Recordings, and their audio on the device."""
+
+    recordings: list[Recording]
+    sounds: list[Sounds]
+
+    @property
+    def duration_s(self) -> float:
+        """Of all recordings."""
+        return sum(recording.utterance.duration_s for recording in self.recordings)
+
+    def mixed_with(self, other: "Speech") -> "Speech":
+        """Both, this one as often as makes it about as long as the other."""
+        n_times = max(1, round(other.duration_s / self.duration_s))
+        return Speech(self.recordings * n_times + other.recordings, self.sounds * n_times + other.sounds)
+
+
+class Layouts(IterableDataset[Layout]):
+    """Batches on paper, without end; each worker has its own.
 
     Along paths there are only the recordings whose words' times are known.
     """
-    rng = random.Random(plan.seed + along_paths)
-    varied = with_dropout(tokenizer, augmentation.merge_dropout)
-    if along_paths:
-        recordings = [recording for recording in recordings if recording.words is not None]
-    plans = plan_batches(
-        recordings,
-        audio_s=plan.audio_s,
-        lengths_s=plan.lengths_s,
-        pause_s=augmentation.max_pause_s,
-        rng=rng,
-        is_endless=True,
-    )
-    for streams in plans:
-        contexts = draw_contexts(rng) if rng.random() < plan.buffered_share else None
-        n_parts = 1 if contexts is None or contexts.cost < LARGE_COST else 2
-        for part in range(n_parts):
-            if some := streams[part::n_parts]:
-                batch = assemble(some, recordings, varied, augmentation, rng)
-                if along_paths:
-                    longest = max(config.durations)
-                    batch = with_path(batch, some, recordings, varied, blank=config.blank_id, longest=longest)
-                yield batch, contexts
+
+    def __init__(
+        self,
+        recordings: list[Recording],
+        tokenizer: Tokenizer,
+        augmentation: Augmentation,
+        plan: Plan,
+        config: ParakeetConfig,
+        *,
+        along_paths: bool,
+    ) -> None:
+        self._recordings = recordings
+        self._tokenizer = tokenizer
+        self._augmentation = augmentation
+        self._plan = plan
+        self._config = config
+        self._along_paths = along_paths
+
+    def __iter__(self) -> Iterator[Layout]:
+        """Draws with the worker's own generator."""
+        worker = get_worker_info()
+        rng = random.Random(1000 * self._plan.seed + 2 * (worker.id if worker else 0) + self._along_paths)
+        varied = with_dropout(self._tokenizer, self._augmentation.merge_dropout)
+        plans = plan_batches(
+            self._recordings,
+            audio_s=self._plan.audio_s,
+            lengths_s=self._plan.lengths_s,
+            pause_s=self._augmentation.max_pause_s,
+            rng=rng,
+            is_endless=True,
+            with_times=self._along_paths,
+        )
+        for streams in plans:
+            contexts = draw_contexts(rng) if rng.random() < self._plan.buffered_share else None
+            layout = lay_out(streams, self._recordings, varied, contexts)
+            if self._along_paths:
+                blank, longest = self._config.blank_id, max(self._config.durations)
+                layout = with_path(layout, streams, self._recordings, varied, blank=blank, longest=longest)
+            yield layout
 
 
-def held_out_batches(recordings: list[Recording], tokenizer: Tokenizer, seed: int) -> list[Batch]:
+def held_out_batches(speech: Speech, tokenizer: Tokenizer, seed: int) -> list[Batch]:
     """The held-out speakers in streams, always the same."""
     rng = random.Random(seed)
-    plans = plan_batches(recordings, audio_s=300.0, lengths_s=(17.0,), pause_s=0.5, rng=rng)
-    return [assemble(streams, recordings, tokenizer, Augmentation.none(), rng) for streams in plans]
+    plans = plan_batches(speech.recordings, audio_s=300.0, lengths_s=(17.0,), pause_s=0.5, rng=rng)
+    layouts = [lay_out(streams, speech.recordings, tokenizer) for streams in plans]
+    return [assemble(layout, speech.sounds, Augmentation.none(), rng) for layout in layouts]
 
 
 @dataclass(slots=True)
@@ -176,72 +209,103 @@ class Course:
         """The share of the time that is over."""
         return self.elapsed_s / (60 * self.plan.minutes)
 
-    def take(self, batch: Batch, contexts: Contexts | None) -> Tensor:
+    def take(self, batch: Batch) -> Tensor:
         """One step; returns both losses and the gradient's norm, [3]. A gradient that is no number is left out."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate(self.plan, self.progress)
         device = batch.samples.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            losses = self.learner(batch, contexts)
+            losses = self.learner(batch)
         (losses.transducer + self.plan.ctc_weight * losses.ctc).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.learner.parameters(), LARGEST_NORM)
-        if math.isfinite(norm):
-            self.optimizer.step()
-            self.average.update(self.learner)
+        # As a gradient scaler does it: the optimizer looks on the device, so that nothing is waited for.
+        self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.average.update(self.learner)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.audio_s += sum(batch.n_samples) / SAMPLE_RATE_HZ
-        return torch.stack((losses.transducer.detach(), losses.ctc.detach(), norm))
+        return torch.stack((losses.transducer.detach(), losses.ctc.detach(), norm)).nan_to_num(0.0, 0.0, 0.0)
 
     @torch.no_grad()
     def held_out_losses(self, batches: list[Batch]) -> list[float]:
         """Transducer and CTC loss of the averaged network, means over the batches."""
-        losses = [self.average.learner(batch, None) for batch in batches]
+        losses = [self.average.learner(batch) for batch in batches]
         transducer = statistics.mean(loss.transducer.item() for loss in losses)
         return [transducer, statistics.mean(loss.ctc.item() for loss in losses)]
+
+
+class Source:
+    """Batches of whatever is to be learnt from next, laid out by processes of their own."""
+
+    def __init__(
+        self, speech: Speech, tokenizer: Tokenizer, augmentation: Augmentation, plan: Plan, config: ParakeetConfig
+    ) -> None:
+        self.speech = speech
+        self._augmentation = augmentation
+        self._arguments = (tokenizer, augmentation, plan, config)
+        self._rng = random.Random(plan.seed)
+        self._n_workers = plan.n_workers
+        self._layouts: dict[bool, Iterator[Layout]] = {}
+
+    def next(self, *, along_paths: bool = False) -> Batch:
+        """The next batch, along paths or freely."""
+        if along_paths not in self._layouts:
+            layouts = Layouts(self.speech.recordings, *self._arguments, along_paths=along_paths)
+            loader = DataLoader(layouts, batch_size=None, num_workers=self._n_workers, collate_fn=_as_it_is)
+            self._layouts[along_paths] = iter(loader)
+        return assemble(next(self._layouts[along_paths]), self.speech.sounds, self._augmentation, self._rng)
+
+
+def _as_it_is(layout: Any) -> Any:
+    return layout
 
 
 def train(
     plan: Plan,
     learner: Learner,
-    recordings: list[Recording],
-    held_out: list[Recording],
+    speech: Speech,
+    held_out: Speech,
     tokenizer: Tokenizer,
     augmentation: Augmentation,
     out: Path,
+    later: Callable[[], Speech | None] = lambda: None,
 ) -> Parakeet:
-    """Trains until the time is over, reports and saves as it goes, and returns the averaged network."""
-    fused = next(learner.parameters()).is_cuda
+    """Trains until the time is over, reports and saves as it goes, and returns the averaged network.
+
+    ``later`` is asked now and then for more speech, until it has some; with it the middle of the time is spent.
+    """
     optimizer = torch.optim.AdamW(
-        learner.parameters(), lr=plan.peak_rate, betas=(0.9, 0.98), weight_decay=plan.weight_decay, fused=fused
+        learner.parameters(), lr=plan.peak_rate, betas=(0.9, 0.98), weight_decay=plan.weight_decay, fused=True
     )
-    config = learner.parakeet.config
-    freely = batches(recordings, tokenizer, augmentation, plan, config=config, along_paths=False)
-    along_paths = batches(recordings, tokenizer, augmentation, plan, config=config, along_paths=True)
-    has_paths = any(recording.words is not None for recording in recordings)
+    own = Source(speech, tokenizer, augmentation, plan, learner.parakeet.config)
+    mixed: Source | None = None
+    has_paths = any(recording.words is not None for recording in speech.recordings)
     test = held_out_batches(held_out, tokenizer, plan.seed)
     course = Course(learner.train(), Average(learner, plan.average_decay), optimizer, plan, time.monotonic())
     if plan.keeps_norms:
         for norm in batch_norms(learner):
             norm.eval()
-    sums, n_summed, reported_s = torch.zeros(3), 0, 0.0
-    with ThreadPoolExecutor(max_workers=1) as ahead:  # the next batch is made while gradients are computed
-        coming = ahead.submit(next, along_paths if has_paths and plan.path_first else freely)
-        while course.progress < 1 and course.step != plan.max_steps:
-            learner.is_masked = course.progress >= plan.plain_first
-            batch, contexts = coming.result()
-            is_along = has_paths and course.progress < plan.path_first
-            coming = ahead.submit(next, along_paths if is_along else freely)
-            sums = sums.to(batch.samples.device) + course.take(batch, contexts)
-            n_summed += 1
-            if course.elapsed_s - reported_s >= plan.report_every_s or course.step == plan.max_steps:
-                course.average.copy_norms(learner)
-                means = [*(sums / n_summed).tolist(), *(course.held_out_losses(test) if test else [])]
-                report(course, means)
-                save(course.average.learner.parakeet, tokenizer, out)
-                sums, n_summed, reported_s = torch.zeros(3), 0, course.elapsed_s
+    sums, n_summed, reported_s, asked_s = torch.zeros(3), 0, 0.0, 0.0
+    while course.progress < 1 and course.step != plan.max_steps:
+        learner.is_masked = course.progress >= plan.plain_first
+        if mixed is None and course.elapsed_s - asked_s >= plan.ask_every_s and course.progress < plan.mixed_until:
+            asked_s = course.elapsed_s
+            if more := later():
+                mixed = Source(speech.mixed_with(more), tokenizer, augmentation, plan, learner.parakeet.config)
+                print(f"{course.elapsed_s:7.1f} s, {more.duration_s / 3600:.2f} h more", flush=True)
+        source = mixed if mixed and course.progress < plan.mixed_until else own
+        batch = source.next(along_paths=has_paths and course.progress < plan.path_first)
+        sums = sums.to(batch.samples.device) + course.take(batch)
+        n_summed += 1
+        if course.elapsed_s - reported_s >= plan.report_every_s or course.step == plan.max_steps:
+            course.average.copy_norms(learner)
+            means = [*(sums / n_summed).tolist(), *(course.held_out_losses(test) if test else [])]
+            report(course, means)
+            save(course.average.learner.parakeet, tokenizer, out)
+            sums, n_summed, reported_s = torch.zeros(3), 0, course.elapsed_s
     if not plan.keeps_norms:
-        course.average.measure_norms(list(islice(freely, plan.n_norm_batches)))
+        course.average.measure_norms(own.next() for _ in range(plan.n_norm_batches))
     report(course, course.held_out_losses(test) if test else [])
     save(course.average.learner.parakeet, tokenizer, out)
     return course.average.learner.parakeet
@@ -309,15 +373,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--seed", type=int, default=4)
-    parser.add_argument("--start", type=Path, help="go on from the network and vocabulary in this folder, gently")
+    parser.add_argument("--later", type=Path, help="a folder that gets its list, train.jsonl, during the training")
+    parser.add_argument("--start", type=Path, help="go on from the network and vocabulary in this folder")
+    parser.add_argument(
+        "--gently", action="store_true", help="at a low rate and with little variation, for a last touch"
+    )
     parser.add_argument("--steps", type=int, help="stop after so many, to try things")
     parser.add_argument("--audio-s", type=float, default=420.0, help="audio of a batch, seconds")
+    parser.add_argument("--peak-rate", type=float, default=1.8e-3)
+    parser.add_argument("--workers", type=int, default=0, help="processes that lay out batches")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
     plan = Plan(minutes=args.minutes, seed=args.seed, max_steps=args.steps, audio_s=args.audio_s)
+    plan = replace(plan, peak_rate=args.peak_rate, n_workers=args.workers)
     augmentation, regularisation = Augmentation(), Regularisation()
     if args.start:
+        plan = replace(plan, path_first=0.0, plain_first=0.0, warm_up=0.03)
+    if args.gently:
         plan, augmentation, regularisation = gently(plan), GENTLE_AUGMENTATION, GENTLE_REGULARISATION
     torch.manual_seed(plan.seed)
     utterances = [utterance for folder in args.data for utterance in read_list(folder / "train.jsonl")]
@@ -329,15 +402,21 @@ def main() -> None:
         tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
     device = torch.device(args.device)
     words = read_words(args.words) if args.words else NO_WORDS
-    recordings = load(known, augmentation.tempos, device, words)
-    held_out = load(unknown, (1.0,), device)
+    speech = Speech(*load(known, augmentation.tempos, device, words))
+    held_out = Speech(*load(unknown, (1.0,), device))
+
+    def later() -> Speech | None:
+        if args.later is None or not (args.later / "train.jsonl").exists():
+            return None
+        return Speech(*load(read_list(args.later / "train.jsonl"), LATER_TEMPOS, device))
+
     learner = Learner(SIZES, regularisation).to(device)
     if args.start:
         learner.parakeet.load(load_file(args.start / "model.safetensors"))
     n_parameters = sum(parameter.numel() for parameter in learner.parakeet.parameters())
     hours = sum(u.duration_s for u in known) / 3600
     print(f"{n_parameters} parameters, {len(known)} utterances, {hours:.2f} h; held out: {sorted(apart)}", flush=True)
-    train(plan, learner, recordings, held_out, tokenizer, augmentation, args.out)
+    train(plan, learner, speech, held_out, tokenizer, augmentation, args.out, later)
 
 
 if __name__ == "__main__":

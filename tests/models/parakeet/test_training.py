@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,10 @@ import torch
 from models.parakeet.config import ParakeetConfig
 from models.parakeet.training.buffers import Contexts
 from models.parakeet.training.data import read_list, read_words, spoken
-from models.parakeet.training.learner import Learner, Regularisation, masked
-from models.parakeet.training.streams import Augmentation, assemble, load, plan_batches
+from models.parakeet.training.learner import Average, Learner, Regularisation, masked, warped
+from models.parakeet.training.streams import Augmentation, assemble, lay_out, load, plan_batches
 from models.parakeet.training.tokenizer import learn_tokenizer
-from models.parakeet.training.train import Plan, rate, settings, train
+from models.parakeet.training.train import Course, Plan, Speech, rate, settings, train
 
 CPU = torch.device("cpu")
 CONFIG = ParakeetConfig(
@@ -56,15 +57,23 @@ def folder(tmp_path: Path) -> Path:
 def test_losses_fall_along_paths_and_then_over_all_alignments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(1)
     utterances = read_list(folder / "train.jsonl")
-    recordings = load(utterances, (1.0,), CPU, read_words(folder / "words.jsonl"))
+    speech = Speech(*load(utterances, (1.0,), CPU, read_words(folder / "words.jsonl")))
     tokenizer = learn_tokenizer([spoken(u.text) for u in utterances], n_pieces=12)
     learner = Learner(CONFIG, Regularisation.none())
     plan = Plan(minutes=10.0, audio_s=12.0, lengths_s=(3.0,), buffered_share=0.3, peak_rate=5e-3, warm_up=1e-9)
     plan = replace(plan, n_norm_batches=2, report_every_s=0.0, max_steps=40, average_decay=0.8)
-    train(plan, learner, recordings, [], tokenizer, Augmentation.none(), folder / "along")
+    train(plan, learner, speech, Speech([], []), tokenizer, Augmentation.none(), folder / "along")
     along = [float(line.split()[-3]) for line in capsys.readouterr().out.splitlines()[:-1]]
     assert along[-1] < 0.5 * along[0]
-    train(replace(plan, path_first=0.0), learner, recordings, [], tokenizer, Augmentation.none(), folder / "freely")
+    train(
+        replace(plan, path_first=0.0),
+        learner,
+        speech,
+        Speech([], []),
+        tokenizer,
+        Augmentation.none(),
+        folder / "freely",
+    )
     freely = [float(line.split()[-3]) for line in capsys.readouterr().out.splitlines()[:-1]]
     assert freely[-1] < 0.5 * along[0]
     assert {path.name for path in (folder / "freely").iterdir()} == {
@@ -74,20 +83,71 @@ def test_losses_fall_along_paths_and_then_over_all_alignments(folder: Path, caps
     }
 
 
+def test_speech_that_comes_later_is_heard_until_the_last_part(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(1)
+    utterances = read_list(folder / "train.jsonl")
+    speech = Speech(*load(utterances, (1.0,), CPU))
+    more = Speech(*load(utterances[:2], (0.9, 1.1), CPU))
+    tokenizer = learn_tokenizer([spoken(u.text) for u in utterances], n_pieces=12)
+    plan = Plan(
+        minutes=10.0, audio_s=6.0, lengths_s=(3.0,), n_workers=2, ask_every_s=0.0, max_steps=4, n_norm_batches=1
+    )
+    asked = iter([None, more])
+    train(
+        plan,
+        Learner(CONFIG, Regularisation()),
+        speech,
+        Speech([], []),
+        tokenizer,
+        Augmentation(tempos=(1.0,)),
+        folder / "out",
+        lambda: next(asked),
+    )
+    assert "0.00 h more" in capsys.readouterr().out
+    mixed = speech.mixed_with(Speech(more.recordings * 9, more.sounds * 9))
+    assert len(mixed.recordings) == len(mixed.sounds) == 2 * len(utterances) + 18
+
+
+def test_a_gradient_that_is_no_number_changes_no_weight(folder: Path) -> None:
+    torch.manual_seed(1)
+    utterances = read_list(folder / "train.jsonl")
+    recordings, sounds = load(utterances, (1.0,), CPU)
+    tokenizer = learn_tokenizer([spoken(u.text) for u in utterances], n_pieces=12)
+    learner, plan = Learner(CONFIG, Regularisation.none()), Plan(minutes=1.0)
+    optimizer = torch.optim.AdamW(learner.parameters(), fused=True)
+    course = Course(learner, Average(learner, 0.9), optimizer, plan, time.monotonic())
+    rng = random.Random(1)
+    (streams, *_) = plan_batches(recordings, audio_s=12.0, lengths_s=(3.0,), pause_s=0.4, rng=rng)
+    batch = assemble(lay_out(streams, recordings, tokenizer), sounds, Augmentation.none(), rng)
+    before = [parameter.detach().clone() for parameter in learner.parameters()]
+    course.take(replace(batch, samples=batch.samples * math.nan))
+    assert all(torch.equal(old, new) for old, new in zip(before, learner.parameters(), strict=True))
+    course.take(batch)
+    assert not all(torch.equal(old, new) for old, new in zip(before, learner.parameters(), strict=True))
+
+
+def test_warped_channels_keep_a_slope_and_move_it_a_little() -> None:
+    torch.manual_seed(3)
+    slope = torch.arange(16.0).expand(2, 5, 16)
+    factors = [float(warped(slope, 0.1)[0, 0, 8]) / 8 for _ in range(50)]
+    assert 0.9 <= min(factors) < 0.95 and 1.05 < max(factors) <= 1.1
+    assert torch.allclose(warped(slope, 0.0), slope, atol=2e-3)
+
+
 def test_saved_sizes_are_read_back() -> None:
     assert ParakeetConfig.from_transformers(settings(CONFIG)) == CONFIG
 
 
 def test_states_of_buffers_that_hold_the_whole_stream_are_those_of_the_stream(folder: Path) -> None:
     torch.manual_seed(2)
-    recordings = load(read_list(folder / "train.jsonl"), (1.0,), CPU)
+    recordings, sounds = load(read_list(folder / "train.jsonl"), (1.0,), CPU)
     tokenizer = learn_tokenizer(["low high"], n_pieces=12)
     rng = random.Random(1)
     (streams, *_) = plan_batches(recordings, audio_s=12.0, lengths_s=(3.0,), pause_s=0.4, rng=rng)
-    batch = assemble(streams, recordings, tokenizer, Augmentation.none(), rng)
+    batch = assemble(lay_out(streams, recordings, tokenizer), sounds, Augmentation.none(), rng)
     learner = Learner(CONFIG, Regularisation()).eval()
-    whole = learner.states(batch, None)
-    buffered = learner.states(batch, Contexts(left=0, chunk=whole.shape[1], right=0))
+    whole = learner.states(batch)
+    buffered = learner.states(replace(batch, contexts=Contexts(left=0, chunk=whole.shape[1], right=0)))
     for row, n in enumerate(batch.n_samples):
         n_frames = math.ceil(n // 160 / 8)
         assert torch.allclose(whole[row, :n_frames], buffered[row, :n_frames], atol=1e-4)

@@ -14,7 +14,15 @@ from torch import Tensor
 from models.parakeet.config import FRAME_SAMPLES
 from models.parakeet.training.buffers import Contexts, draw_contexts, encode_in_buffers, n_frames
 from models.parakeet.training.data import Utterance, Word, faster, held_out_speakers, read_list, read_words, spoken
-from models.parakeet.training.streams import Augmentation, Recording, assemble, plan_batches, with_path
+from models.parakeet.training.streams import (
+    Augmentation,
+    Recording,
+    Sounds,
+    assemble,
+    lay_out,
+    plan_batches,
+    with_path,
+)
 from models.parakeet.training.tokenizer import learn_tokenizer, with_dropout
 
 TEXTS = ["the cat sat on the mat", "a cat and a hat", "one two three", "the hat on the mat"]
@@ -22,8 +30,12 @@ TEXTS = ["the cat sat on the mat", "a cat and a hat", "one two three", "the hat 
 
 def recording(index: int, duration_s: float, *, speaker: str = "a1") -> Recording:
     utterance = Utterance(f"u{index}", Path("none"), TEXTS[index % 4], speaker, duration_s)
-    samples = torch.full((int(duration_s * 16_000),), float(index + 1))
-    return Recording(utterance, TEXTS[index % 4], (samples,), (1.0,))
+    return Recording(utterance, TEXTS[index % 4], (int(duration_s * 16_000),), (1.0,))
+
+
+def sounds(recordings: list[Recording]) -> list[Sounds]:
+    """A constant for each recording: its number."""
+    return [(torch.full((each.lengths[0],), float(index + 1)),) for index, each in enumerate(recordings)]
 
 
 durations_s = st.lists(st.floats(0.3, 9.0), min_size=1, max_size=30)
@@ -48,7 +60,7 @@ def test_a_batch_holds_audio_and_labels_where_they_were_planned() -> None:
     tokenizer = learn_tokenizer(TEXTS, n_pieces=40)
     rng = random.Random(1)
     (streams,) = plan_batches(recordings, audio_s=30.0, lengths_s=(9.0,), pause_s=0.2, rng=rng)
-    batch = assemble(streams, recordings, tokenizer, Augmentation.none(), rng)
+    batch = assemble(lay_out(streams, recordings, tokenizer), sounds(recordings), Augmentation.none(), rng)
     for row, stream in enumerate(streams):
         for placed in stream.placed:
             part = batch.samples[row, placed.start_sample : placed.end_sample]
@@ -63,15 +75,15 @@ def test_a_path_has_each_word_where_it_is_said_in_the_stream() -> None:
     second = replace(second, text="three", words=(Word("three", 0.5, 1.0),))
     recordings, tokenizer, rng = [first, second], learn_tokenizer(TEXTS, n_pieces=40), random.Random(1)
     (streams,) = plan_batches(recordings, audio_s=10.0, lengths_s=(9.0,), pause_s=0.2, rng=rng)
-    batch = assemble(streams, recordings, tokenizer, Augmentation.none(), rng)
-    batch = with_path(batch, streams, recordings, tokenizer, blank=40, longest=4)
-    assert batch.aligned is not None
+    layout = lay_out(streams, recordings, tokenizer)
+    aligned = with_path(layout, streams, recordings, tokenizer, blank=40, longest=4).aligned
+    assert aligned is not None
     for row, stream in enumerate(streams):
         for placed in stream.placed:
             for word in recordings[placed.index].words or ():
                 start_s = placed.start_sample / 16_000 + word.start_s
                 frames = range(round(start_s / 0.08), round((start_s + word.end_s - word.start_s) / 0.08))
-                pieces = [batch.aligned.pieces[row, frame].item() for frame in frames]
+                pieces = [aligned.pieces[row, frame].item() for frame in frames]
                 assert tokenizer.decode([piece for piece, _ in groupby(pieces)]) == word.text
 
 
@@ -112,10 +124,10 @@ def test_learnt_spelling_has_lower_case_letters_and_apostrophes_alone() -> None:
 
 def test_a_tone_played_faster_is_higher_and_shorter() -> None:
     time_s = torch.arange(16_000) / 16_000
-    tone = torch.sin(2 * torch.pi * 400 * time_s).numpy()
+    tone = torch.sin(2 * torch.pi * 400 * time_s)
     fast = faster(tone, 1.25)
     assert len(fast) == 12_800
-    spectrum = torch.fft.rfft(torch.from_numpy(fast)).abs()
+    spectrum = torch.fft.rfft(fast).abs()
     assert abs(int(spectrum.argmax()) * 16_000 / len(fast) - 500) < 2
 
 
