@@ -35,7 +35,8 @@ from gateway.doors.door import AdmissionError, DoorKind
 from gateway.exchange import Upload, exchange, read_body, read_form
 from gateway.keys import Keys
 from gateway.messages import MAX_FRAME_BYTES
-from gateway.metrics import CONTENT_TYPE
+from gateway.metrics import CONTENT_TYPE, labelled
+from gateway.peers import Peers
 from gateway.server import Server, knock_of
 from gateway.session import ServedModel, model_item
 from gateway.worker import Worker
@@ -64,6 +65,7 @@ REQUEST_DOORS: Mapping[str, tuple[DoorKind, Callable[[Request], Awaitable[Upload
     "/v1/listen": (deepgram_file, read_body),
 }
 GRANT_LIFE_S = 30  # upstream's own
+OWN_FIGURES = "own"  # of a worker, not of all
 PING_INTERVAL_S = 20.0
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo_web"
 
@@ -85,22 +87,23 @@ def build_app(
     keys: Keys | None = None,
     twilio_auth_token: str = "",
     turn_detector: TurnDetector | None = None,
+    peers: Peers | None = None,
 ) -> Starlette:
     """The ASGI app that serves ``engines`` (name → engine, the default first) to who shows one of ``keys``, if any.
 
     With ``twilio_auth_token`` Twilio's media streams must be signed with it. ``turn_detector`` judges the pauses of who
-    asks for it.
+    asks for it. ``peers`` are the other workers of a server that has several.
 
     Raises:
         ConfigError: if a model lacks a capability that ``config`` requires, or can't take its chunks.
     """
     _check_capabilities(config, engines)
     _check_chunks(config, engines)
-    detector = detector or TwoLevelDetector(SileroDetector())
+    detector = detector or default_detector()
     models = {name: ServedModel(engine.card, engine) for name, engine in engines.items()}
     turn_model = None if turn_detector is None else turn_detector.name
     worker = Worker(engines, detector, turn_detector)
-    server = Server(models, worker, detector, config, keys, twilio_auth_token, turn_model)
+    server = Server(models, worker, detector, config, keys, twilio_auth_token, turn_model, peers)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -113,6 +116,11 @@ def build_app(
     app = Starlette(routes=[*_doors(server), *_about(server), *page], lifespan=lifespan)
     app.state.server = server
     return app
+
+
+def default_detector() -> SpeechDetector:
+    """What sessions hear speech with."""
+    return TwoLevelDetector(SileroDetector())
 
 
 def _doors(server: Server) -> list[BaseRoute]:
@@ -199,8 +207,8 @@ def _about(server: Server) -> list[BaseRoute]:
 
         return checked
 
-    async def metrics(_: Request) -> Response:
-        return Response(server.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+    async def metrics(request: Request) -> Response:
+        return Response(await _figures(server, request), headers={"Content-Type": CONTENT_TYPE})
 
     async def list_models(_: Request) -> Response:
         listed = [_model(served) for served in server.models.values()]
@@ -221,6 +229,15 @@ def _about(server: Server) -> list[BaseRoute]:
         Route("/v1/models", with_key(list_models)),
         Route("/v1/models/{name:path}", with_key(one_model)),
     ]
+
+
+async def _figures(server: Server, request: Request) -> bytes:
+    """Of this server, and of all its workers where it is one of several."""
+    own = server.metrics.text()
+    if not server.peers.name or OWN_FIGURES in request.query_params:
+        return own
+    key = {name: value for name, value in request.headers.items() if name == "authorization"}
+    return labelled({server.peers.name: own, **await server.peers.fetch(f"/metrics?{OWN_FIGURES}", key)})
 
 
 def _model(served: ServedModel) -> dict[str, Any]:

@@ -56,5 +56,8 @@ async def audiosocket_listener(server: Server, settings: ServerConfig) -> AsyncI
         finally:
             writer.close()
 
-    async with await asyncio.start_server(talk, settings.host, settings.audiosocket_port) as listener:
+    reuse_port = True if settings.workers > 1 else None
+    async with await asyncio.start_server(
+        talk, settings.host, settings.audiosocket_port, reuse_port=reuse_port
+    ) as listener:
         yield listener.sockets[0].getsockname()[1]

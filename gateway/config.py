@@ -54,7 +54,8 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8300  # 0..65535; 0 lets the system choose
-    max_sessions: int = 64  # 1..10000; one more is refused with `server_full`
+    workers: int = 1  # 1..64; processes with sockets and sessions before one with the models; 1: all is one process
+    max_sessions: int = 64  # 1..10000, of all workers; one more is refused with `server_full`
     max_messages_per_s: int = 1_000  # 10..100000; of one client; who sends more is read from later
     max_upload_mb: int = 100  # 1..4096; MiB of a request with a recording
     idle_timeout_s: float = 600.0  # 1..86400; a client that sends nothing for so long is let go
@@ -69,6 +70,7 @@ class ServerConfig:
         """Raises ``ValueError`` that names setting, value and range."""
         _check_range("port", self.port, 0, 65_535)
         _check_range("audiosocket_port", self.audiosocket_port, 0, 65_535)
+        _check_range("workers", self.workers, 1, 64)
         _check_range("max_sessions", self.max_sessions, 1, 10_000)
         _check_range("max_messages_per_s", self.max_messages_per_s, 10, 100_000)
         _check_range("max_upload_mb", self.max_upload_mb, 1, 4_096, " MiB")

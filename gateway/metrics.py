@@ -4,10 +4,12 @@ Knows names, labels and buckets. Does not know where figures come from. Each ser
 several can live in one process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.timing import Delay, Observation
 
@@ -73,3 +75,26 @@ class Metrics:
     def text(self) -> bytes:
         """All of it, as ``/metrics`` answers."""
         return generate_latest(self._registry)
+
+
+def labelled(texts: Mapping[str, bytes]) -> bytes:
+    """The figures of several workers as one: each has its worker's name as a label."""
+    families: dict[str, Metric] = {}
+    for worker, text in texts.items():
+        for family in text_string_to_metric_families(text.decode()):
+            joint = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                joint.add_sample(sample.name, {**sample.labels, "worker": worker}, sample.value)
+    return generate_latest(_Families(families))
+
+
+class _Families(CollectorRegistry):
+    """Figures that were collected elsewhere."""
+
+    def __init__(self, families: Mapping[str, Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """See ``CollectorRegistry``."""
+        yield from self._families.values()

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,9 @@ from numpy.typing import NDArray
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.frames import CloseCode
 
 from gateway.batcher import Waiting, next_batch
 from gateway.call_log import CallLog
@@ -50,6 +53,8 @@ from gateway.keys import Keys
 from gateway.limits import Allowance
 from gateway.messages import Audio, Error, Hello, Input
 from gateway.metrics import Metrics
+from gateway.peers import Alone, Peers
+from gateway.relay import connect_worker
 from gateway.session import DecodeJob, ServedModel, Session, State
 from gateway.timing import Timing
 from gateway.worker import Worker
@@ -135,10 +140,12 @@ class WebSocketTransport:
 class Connection:
     """One client: sends in order from a bounded queue, so that no session ever waits for a slow one."""
 
-    def __init__(self, transport: Transport, door: Door, name: str) -> None:
+    def __init__(self, transport: Transport, door: Door, name: str, knock: Knock | None = None) -> None:
         self.transport = transport
         self.door = door
         self.name = name  # of the door, in figures
+        self.knock = knock
+        self.home: Path | None = None  # the worker that has the session, if it is not here
         self.has_opened = False  # a session, now or earlier
         self.follows: str | None = None  # a call, or all of them
         self.seats: dict[int, Seat] = {}  # by the door's track
@@ -220,6 +227,7 @@ class Seat:
         self.door = connection.name
         self.timing = Timing()
         self.counted_s = 0.0  # audio in the figures
+        self.is_counted = False  # among the open sessions
 
 
 class Server:
@@ -234,8 +242,10 @@ class Server:
         keys: Keys | None = None,
         twilio_auth_token: str = "",
         turn_model: str | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.models = models
+        self.peers = peers or Alone()
         self.turn_model = turn_model
         self.house = House(
             cards={name: served.card for name, served in models.items()},
@@ -254,6 +264,7 @@ class Server:
         self._call_log = CallLog(Path(config.server.calls_file)) if config.server.calls_file else None
         self._decoding_since_s: float | None = None
         self._n_uploads = 0
+        self._n_open = 0  # sessions that were greeted
         self._seats: dict[str, Seat] = {}
         self._decode_due = asyncio.Event()
         self._to_score: dict[Seat, None] = {}  # sessions that may have windows for the detector, in order
@@ -271,8 +282,8 @@ class Server:
 
     @property
     def n_sessions(self) -> int:
-        """Sessions that live, connected or waiting to be resumed."""
-        return len(self._seats)
+        """Sessions that live, connected or waiting to be resumed, those of other workers included."""
+        return len(self._seats) + self.peers.n_sessions_elsewhere
 
     @property
     def max_upload_bytes(self) -> int:
@@ -293,8 +304,8 @@ class Server:
 
     def _n_taken(self) -> int:
         """Places taken: open sessions, and connections that may open one any moment."""
-        n_open = sum(seat.session.state is not State.GREETING for seat in self._seats.values())
-        return n_open + self._n_uploads + sum(not connection.has_opened for connection in self._connections)
+        n_to_come = self._n_uploads + sum(not connection.has_opened for connection in self._connections)
+        return self._n_open + self.peers.n_sessions_elsewhere + n_to_come
 
     @contextmanager
     def taking_upload(self) -> Iterator[None]:
@@ -367,7 +378,7 @@ class Server:
             return
         headers = [(name.encode(), value.encode()) for name, value in admission.headers.items()]
         await websocket.accept(admission.subprotocol, headers)
-        await self.converse(WebSocketTransport(websocket), admission.door, kind.NAME)
+        await self.converse(WebSocketTransport(websocket), admission.door, kind.NAME, knock)
 
     def check(self, kind: DoorKind, knock: Knock) -> None:
         """Whether a client may come in at all, whatever it wants.
@@ -405,9 +416,12 @@ class Server:
         allowed = self._config.server.allowed_origins
         return origin is None or "*" in allowed or origin in allowed or urlsplit(origin).netloc == headers.get("host")
 
-    async def converse(self, transport: Transport, door: Door, name: str) -> None:
-        """Let a door and its client talk until either side has enough; ``name`` is the door's in figures."""
-        connection = Connection(transport, door, name)
+    async def converse(self, transport: Transport, door: Door, name: str, knock: Knock | None = None) -> None:
+        """Let a door and its client talk until either side has enough; ``name`` is the door's in figures.
+
+        ``knock`` is the handshake of a WebSocket, with which another worker's door can be opened as well.
+        """
+        connection = Connection(transport, door, name, knock)
         self._connections.add(connection)
         self.metrics.connections.labels(name).inc()
         try:
@@ -430,12 +444,53 @@ class Server:
                 if frame is None or connection.closing is not None:  # taken over, say: the session is another's now
                     return
                 await self._take_frame(connection, frame)
+                if connection.home is not None and await self._relay(connection, connection.home, frame):
+                    return
                 await connection.has_room()
                 await asyncio.sleep(allowance.delay_s(self._now_s()))  # 0 gives the others a turn, too
         except PeerGoneError:
             return
         finally:
             self._detach(connection)
+
+    async def _relay(self, connection: Connection, home: Path, hello: Frame) -> bool:
+        """Let the worker that has the session talk to this client, to the end; false if that can't be."""
+        assert connection.knock is not None, "only WebSockets come for a session that is there already"
+        try:
+            worker = await connect_worker(home, connection.knock)
+        except (OSError, InvalidHandshake):
+            connection.home = None
+            self._ask(connection, connection.door.opened)
+            gone = ClientError("unknown_session", "the worker that had this session is gone; say hello anew")
+            for track in list(connection.seats):
+                self._carry_out(connection, Refuse(track, gone))
+            return False
+        async with worker:
+            answering = asyncio.create_task(self._pass_answers(connection, worker))
+            try:
+                await self._pass_frames(connection, worker, hello)
+                if connection.closing is None:
+                    await answering
+            finally:
+                answering.cancel()
+        return True
+
+    async def _pass_frames(self, connection: Connection, worker: ClientConnection, hello: Frame) -> None:
+        frame: Frame | None = hello
+        with suppress(ConnectionClosed):  # what the worker said before is passed on
+            while frame is not None:
+                await worker.send(frame)
+                frame = await self._next_frame(connection, self._config.server.idle_timeout_s)
+
+    async def _pass_answers(self, connection: Connection, worker: ClientConnection) -> None:
+        async for frame in worker:
+            self._say(connection, Say(frame))
+        if worker.close_code is None or worker.close_code == CloseCode.ABNORMAL_CLOSURE:
+            self._give_up(
+                connection, ServerError("internal", "the worker that had this session is gone; say hello anew")
+            )
+        else:
+            connection.close(Close(worker.close_code, worker.close_reason or ""))
 
     async def _next_frame(self, connection: Connection, idle_timeout_s: float) -> Frame | None:
         """What the client sends next; ``None`` when the connection ends from this side."""
@@ -558,11 +613,16 @@ class Server:
     def _publish(self, call_id: str, event: Mapping[str, Any]) -> None:
         """Send an event to every follower of its call, and write down what is final."""
         text = msgspec.json.encode(event).decode()
-        for follower in list(self._connections):
-            if follower.follows in ("", call_id):
-                self._say(follower, Say(text))
+        self.tell_followers(call_id, text)
+        self.peers.publish(call_id, text)
         if self._call_log is not None and event["type"] in CALL_LOG_TYPES:
             self._call_log.write(text)
+
+    def tell_followers(self, call_id: str, event: str) -> None:
+        """Send an event of a call, here or at another worker, to those who follow it here."""
+        for follower in list(self._connections):
+            if follower.follows in ("", call_id):
+                self._say(follower, Say(event))
 
     @staticmethod
     def _refuse(session: Session, error: ClientError, now_s: float) -> list[Effect]:
@@ -605,8 +665,7 @@ class Server:
 
     def _is_full(self, greeting: Seat) -> bool:
         """Whether there is no room for the new session that ``greeting`` asks for."""
-        others = (seat for seat in self._seats.values() if seat is not greeting)
-        n_open = sum(seat.session.state is not State.GREETING for seat in others)
+        n_open = self._n_open + self.peers.n_sessions_elsewhere
         return greeting.session.state is State.GREETING and n_open >= self._config.server.max_sessions
 
     def _open_seat(self, connection: Connection, track: int) -> None:
@@ -615,7 +674,7 @@ class Server:
             self._give_up(connection, ServerError("server_full", "no room for another session; try again later"))
             return
         session = Session(
-            secrets.token_urlsafe(16),
+            self.peers.new_session_id(),
             self.models,
             self._detector.initial_state(),
             config=self._config.session,
@@ -631,6 +690,10 @@ class Server:
     def _resume(self, fresh: Seat, session_id: str, last_event: int) -> None:
         """Move the connection of ``fresh`` to the session that it wants back."""
         wanted = self._seats.get(session_id)
+        if fresh.connection is not None and (home := self.peers.home_of(session_id)) is not None:
+            fresh.connection.home = home
+            self._forget(fresh)
+            return
         try:
             if wanted is None or wanted is fresh:
                 raise ClientError(
@@ -715,6 +778,8 @@ class Server:
         if session.is_forgettable(now_s):
             self._forget(seat)
             return
+        if not seat.is_counted and session.state is not State.GREETING:
+            self._count_open(seat, 1)
         self._set_wake(seat, session.next_wake_s)
         if session.wants_audio:
             seat.has_room.set()
@@ -751,8 +816,15 @@ class Server:
         seat.has_room.set()
         if self._seats.pop(seat.session.session_id, None) is not None:
             self.metrics.sessions.labels(seat.door).dec()
+        if seat.is_counted:
+            self._count_open(seat, -1)
         if seat.connection is not None:
             seat.connection.seats.pop(seat.track, None)
+
+    def _count_open(self, seat: Seat, change: int) -> None:
+        seat.is_counted = change > 0
+        self._n_open += change
+        self.peers.tell_sessions(self._n_open)
 
     async def _open(self, seat: Seat, effect: OpenStream) -> None:
         try:

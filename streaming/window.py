@@ -14,11 +14,12 @@ _FIRST_CAPACITY_SAMPLES = 1 << 16
 class RollingAudio:
     """Consecutive samples, appended at the end and forgotten from the start. Memory is bounded by what is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_sample: int = 0) -> None:
+        """The first sample to come is at ``start_sample``."""
         self._buffer = np.empty(_FIRST_CAPACITY_SAMPLES, np.float32)
         self._offset = 0  # index in the buffer of the first sample kept
         self._length = 0
-        self.start_sample = 0
+        self.start_sample = start_sample
 
     @property
     def end_sample(self) -> int:

@@ -4,13 +4,15 @@ import argparse
 import logging
 import os
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gateway.commands.failure import CommandError
 from gateway.commands.waiting import waiting
 from gateway.config import TWILIO_TOKEN_VARIABLE, Config, ConfigError, ServerConfig, TurnModel, as_toml, load
-from gateway.keys import exposure_problem, load_keys
+from gateway.keys import Keys, exposure_problem, load_keys
+from streaming.engine import SpeechEngine
 from vad.turn import TurnDetector
 
 log = logging.getLogger(__name__)
@@ -20,6 +22,7 @@ HELP = "serve transcripts over a WebSocket, and a page with a microphone"
 _KEYS = {
     "host": "server.host",
     "port": "server.port",
+    "workers": "server.workers",
     "model": "models",
     "threads": "n_threads",
     "allow_anonymous": "server.allow_anonymous",
@@ -32,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Config()
     parser.add_argument("--host", help=f"address to listen on ({defaults.server.host})")
     parser.add_argument("--port", type=int, help=f"port to listen on ({defaults.server.port})")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes with sockets and sessions in front of the one that runs the models (1: everything is one)",
+    )
     parser.add_argument(
         "--model",
         action="append",
@@ -58,16 +67,45 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"{problem}; --port picks another")
     print(as_toml(config), end="", flush=True)
     _tell_what_loading_does()
+    serve = _serve_alone if config.server.workers == 1 else _serve_in_workers
+    serve(config, keys, os.environ.get(TWILIO_TOKEN_VARIABLE, ""))
+    return 0
+
+
+def _serve_alone(config: Config, keys: Keys, twilio_auth_token: str) -> None:
     with waiting("loading speech detector and models"):
         from gateway.app import run as serve_forever  # uvicorn, onnxruntime
-        from models.catalog import load_engine  # torch
 
-        engines = {name: load_engine(name, n_threads=config.n_threads or None) for name in config.models}
+        engines = _load_engines(config)
         turn_detector = turn_detector_of(config.turn_model)
-    host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
-    print(f"\nhttp://{host}:{config.server.port} is the page; the stream is at /v1/stream", flush=True)
-    serve_forever(config, engines, keys, os.environ.get(TWILIO_TOKEN_VARIABLE, ""), turn_detector)
-    return 0
+    _tell_where(config.server)
+    serve_forever(config, engines, keys, twilio_auth_token, turn_detector)
+
+
+def _serve_in_workers(config: Config, keys: Keys, twilio_auth_token: str) -> None:
+    """The models here, the rest in other processes, which load what they need themselves."""
+    with waiting("loading models"):
+        from gateway.app import default_detector
+        from gateway.workers import WorkerParts, WorkersError
+        from gateway.workers import run as serve_forever
+
+        engines = _load_engines(config)
+    parts = WorkerParts(config, keys, default_detector, partial(turn_detector_of, config.turn_model), twilio_auth_token)
+    try:
+        serve_forever(parts, engines, partial(_tell_where, config.server))
+    except WorkersError as error:
+        raise CommandError(str(error)) from error
+
+
+def _load_engines(config: Config) -> dict[str, SpeechEngine]:
+    from models.catalog import load_engine  # torch
+
+    return {name: load_engine(name, n_threads=config.n_threads or None) for name in config.models}
+
+
+def _tell_where(server: ServerConfig) -> None:
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    print(f"\nhttp://{host}:{server.port} is the page; the stream is at /v1/stream", flush=True)
 
 
 def turn_detector_of(choice: TurnModel) -> TurnDetector | None:
