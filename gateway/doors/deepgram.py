@@ -27,6 +27,7 @@ from gateway.doors.door import (
     Refusal,
     Say,
     Tell,
+    brief,
 )
 from gateway.doors.settled import SettledText
 from gateway.effects import Close, Said, UtteranceOver
@@ -202,7 +203,8 @@ class ListenDoor:
 
     def _finalize(self, channel: int | None) -> list[DoorEffect]:
         self._n_flushes += 1
-        tracks = [channel] if channel is not None and channel < len(self._tracks) else range(len(self._tracks))
+        every = range(len(self._tracks))
+        tracks = every if channel is None or channel not in every else [channel]
         rest = self._tell_audio(self._in.flush())
         return [*rest, *(Tell(track, Flush(str(self._n_flushes))) for track in tracks)]
 
@@ -216,7 +218,7 @@ class ListenDoor:
         can_keyterms = Capability.VOCABULARY in self._house.cards[self._options.model].capabilities
         if given or (control.keyterms and not can_keyterms):
             what = ", ".join([*given, *(["keyterms"] if control.keyterms and not can_keyterms else [])])
-            answer = {"code": "UNSUPPORTED", "description": f"{self._options.model} does not offer {what}"}
+            answer = {"code": "UNSUPPORTED", "description": brief(f"{self._options.model} does not offer {what}")}
             return [self._say("ConfigureFailure", request_id=self._request_id, **answer)]
         terms = tuple(term for term in control.keyterms or () if 0 < len(term) <= 100)[:1_000]
         changes: list[DoorEffect] = [
@@ -375,7 +377,7 @@ class ListenDoor:
         return Say(msgspec.json.encode({"type": kind, **fields}).decode())
 
     def _schema_error(self, description: str, frame: str) -> Say:
-        return self._say("Error", variant="SchemaError", description=description, message=frame[:1_000])
+        return self._say("Error", variant="SchemaError", description=brief(description), message=frame[:1_000])
 
 
 def _end_s(words: Sequence[WordItem]) -> float:
@@ -463,7 +465,7 @@ def refusal(error: AdmissionError, knock: Knock) -> Refusal:
     """The body and headers of a refused upgrade or request."""
     request_id = request_id_of(knock)
     code = {"invalid_api_key": "INVALID_AUTH", "server_full": "TOO_BUSY"}.get(error.code, error.code)
-    told = str(error).encode("ascii", "replace").decode().replace("\n", " ")
+    told = "".join(letter if letter.isprintable() else " " for letter in str(error).encode("ascii", "replace").decode())
     return Refusal(
         {"err_code": code, "err_msg": str(error), "request_id": request_id},
         {"dg-error": told, "dg-request-id": request_id},

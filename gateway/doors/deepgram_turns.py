@@ -24,6 +24,7 @@ from gateway.doors.door import (
     Open,
     Say,
     Tell,
+    brief,
 )
 from gateway.effects import Close, Said, SentencePaused, UtteranceOver
 from gateway.errors import GatewayError
@@ -69,6 +70,8 @@ class Thresholds:
         if self.eager_eot_threshold is not None:
             _check("eager_eot_threshold", self.eager_eot_threshold, 0.3, 0.9)
         _check("eot_timeout_ms", self.eot_timeout_ms, 500, 60_000)
+        if not isinstance(self.eot_timeout_ms, int):
+            raise ValueError(f"eot_timeout_ms is {self.eot_timeout_ms!r}; whole milliseconds are needed")
 
     def pauses_ms(self, *, is_punctuated: bool, has_turn_model: bool) -> tuple[int, int | None, int | None]:
         """Silence that ends any turn, one whose text reads complete, and one that the model takes to be over."""
@@ -285,10 +288,10 @@ class TurnsDoor:
         )
 
     def _warning(self, code: str, description: str) -> Say:
-        return self._say("Warning", request_id=self._request_id, code=code, description=description)
+        return self._say("Warning", request_id=self._request_id, code=code, description=brief(description))
 
     def _failure(self, code: str, description: str) -> Say:
-        return self._say("ConfigureFailure", request_id=self._request_id, code=code, description=description)
+        return self._say("ConfigureFailure", request_id=self._request_id, code=code, description=brief(description))
 
     def _say(self, kind: str, **fields: Any) -> Say:
         """Every message counts, so none may be left out for a newer one."""

@@ -142,6 +142,14 @@ class Knock:
         return tuple(value for key, value in self.query if key == name)
 
 
+MAX_QUOTED_CHARACTERS = 500
+
+
+def brief(text: str) -> str:
+    """``text`` that quotes a client, cut: what it sent may be as long as a frame."""
+    return text if len(text) <= MAX_QUOTED_CHARACTERS else f"{text[: MAX_QUOTED_CHARACTERS - 1]}…"
+
+
 class AdmissionError(Exception):
     """The client may not come in; ``code`` is a word of ours that a door translates, ``param`` what it is about."""
 
@@ -152,7 +160,7 @@ class AdmissionError(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
-        super().__init__(message)
+        super().__init__(brief(message))
 
 
 @dataclass(frozen=True, slots=True)

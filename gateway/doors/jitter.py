@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 WINDOW_S = 0.16  # how long a missing frame is waited for
 USUAL_FRAME_S = 0.02
+MAX_WAITING = 64  # frames: empty ones fill no window
 MAX_HOLE_S = 30.0  # a longer hole is a clock that jumped, not silence
 HOLE_TOLERANCE_S = 0.1  # by which timestamps may run ahead of the audio before it counts as a hole
 
@@ -48,7 +49,7 @@ class Reorderer:
                 out += self._in_time(self._decoded(self._waiting.pop(self._next)), timestamp_ms)
                 timestamp_ms = None
                 self._next += 1
-            elif self._waiting_s() > window_s:
+            elif self._waiting_s() > window_s or len(self._waiting) > MAX_WAITING:
                 n_missing = min(self._waiting) - self._next
                 n_bytes = self._n_bytes_of(next(iter(self._waiting.values())))
                 out += self._count(self._silent(min(n_missing * n_bytes, int(MAX_HOLE_S * self._bytes_per_s))))
@@ -75,10 +76,11 @@ class Reorderer:
         """``data`` behind as much silence as its timestamp says that there was."""
         if timestamp_ms is None:
             return self._count(data)
-        if self._first_ms is None:
-            self._first_ms = timestamp_ms - round(self._n_bytes / self._bytes_per_s * 1_000)
-        hole_s = (timestamp_ms - self._first_ms) / 1_000 - self._n_bytes / self._bytes_per_s
-        if not HOLE_TOLERANCE_S < hole_s < MAX_HOLE_S:
+        heard_s = self._n_bytes / self._bytes_per_s
+        hole_s = 0.0 if self._first_ms is None else (timestamp_ms - self._first_ms) / 1_000 - heard_s
+        if self._first_ms is None or abs(hole_s) >= MAX_HOLE_S:  # or a clock that jumped: it counts from here on
+            self._first_ms, hole_s = timestamp_ms - round(heard_s * 1_000), 0.0
+        if hole_s <= HOLE_TOLERANCE_S:
             return self._count(data)
         return self._count(self._silent(int(hole_s * self._bytes_per_s)) + data)
 

@@ -28,6 +28,7 @@ from gateway.doors.door import (
     Open,
     Say,
     Tell,
+    brief,
 )
 from gateway.doors.openai_common import key_of, logprobs, refusal
 from gateway.doors.openai_session import (
@@ -65,6 +66,8 @@ SESSION_LIFE_S = 3_600  # what ``expires_at`` says; nothing ends here at that ti
 PASS_LIFE_S = 600
 MAX_APPEND_BYTES = 15 << 20  # of audio in one event: upstream's own limit
 MAX_EVENT_BYTES = 24 << 20  # base64 makes 20 MiB of that; what is somewhat larger is answered, not cut off
+MAX_SESSION_BYTES = 1 << 19  # of a session object: the longest prompt and keywords are far shorter
+MAX_EVENT_ID_CHARACTERS = 512  # of a client's, which errors name: upstream's own limit
 PASS_LIVES_S = range(10, 7_201)
 _TRACK = 0
 # Close codes that clients of this protocol come back on, where coming back helps.
@@ -77,7 +80,7 @@ class _ClientEvent(msgspec.Struct):
     type: str
     event_id: str | None = None
     audio: str | None = None
-    session: Any = None  # an object; openai_session checks it
+    session: msgspec.Raw = msgspec.Raw()  # an object; openai_session checks it
 
 
 class _SecretRequest(msgspec.Struct):
@@ -171,11 +174,12 @@ class RealtimeDoor:
         try:
             event = msgspec.json.decode(frame, type=_ClientEvent)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            return [self._error(f"not an event: {error}", code="invalid_event")]
+            return [self._error(brief(f"not an event: {error}"), code="invalid_event")]
         try:
             return self._receive(event)
         except BadValueError as error:
-            return [self._error(str(error), code=error.code, param=error.param, event_id=event.event_id)]
+            event_id = event.event_id and event.event_id[:MAX_EVENT_ID_CHARACTERS]
+            return [self._error(str(error), code=error.code, param=error.param, event_id=event_id)]
 
     def _receive(self, event: _ClientEvent) -> list[DoorEffect]:
         match event.type:
@@ -245,7 +249,11 @@ class RealtimeDoor:
         """Where the open stretch began: at the end of the last item."""
         return self._last_end_ms / 1_000
 
-    def _update(self, patch: Any) -> list[DoorEffect]:
+    def _update(self, encoded: msgspec.Raw) -> list[DoorEffect]:
+        written = bytes(encoded)
+        if len(written) > MAX_SESSION_BYTES:
+            raise BadValueError("session", f"session has {len(written)} bytes; at most {MAX_SESSION_BYTES} are read")
+        patch = msgspec.json.decode(written) if written else None
         before, after = self._session, updated(self._session, patch, self._house)
         if self._is_open and after.model != before.model:
             raise BadValueError(

@@ -5,10 +5,11 @@ and ends with an empty one; a transcript is what a session says of them. Speaker
 with a session of its own. Does not know forms, files or HTTP.
 """
 
-import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from string import ascii_uppercase
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from gateway.doors.door import (
     Open,
     Say,
     Tell,
+    brief,
 )
 from gateway.doors.openai_common import error_body, key_of, logprobs, refusal
 from gateway.doors.openai_session import (
@@ -374,7 +376,10 @@ def _speakers(fields: _Fields, response_format: str, n_channels: int) -> tuple[s
         raise BadValueError(
             "known_speaker_names", f"{len(names)} names for {min(MAX_SPEAKERS, n_channels)} speakers at most"
         )
-    return (*names, *(chr(ord("A") + index) for index in range(len(names), n_channels)))
+    if len(set(names)) < len(names):
+        raise BadValueError("known_speaker_names", "two speakers have one name")
+    letters = (letter for letter in ascii_uppercase[len(names) :] if letter not in names)
+    return (*names, *islice(letters, n_channels - len(names)))
 
 
 def replace_hello(hello: Hello, options: DecodeOptions, *, is_streamed: bool) -> Hello:
@@ -405,10 +410,10 @@ def _chunking(fields: _Fields) -> TurnDetection | None:
         return None
     if text:
         try:
-            given = json.loads(text)
-        except ValueError as error:
+            given = msgspec.json.decode(text, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise BadValueError(
-                "chunking_strategy", f"chunking_strategy is {text!r}; accepted are 'auto' and an object"
+                "chunking_strategy", f"chunking_strategy is {brief(repr(text))}; accepted are 'auto' and an object"
             ) from error
     turns = turn_detection_of({key: _number(value) for key, value in given.items()}, "chunking_strategy")
     if turns is not None and turns.eagerness is not None:

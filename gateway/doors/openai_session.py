@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway.doors.door import House
+from gateway.doors.door import House, brief
 from gateway.messages import DEFAULT_TURN_THRESHOLD, AudioSpec, Hello, Update
 from streaming.capability import Capability
 from streaming.engine import DecodeOptions, UnsupportedOptionError
@@ -22,6 +22,7 @@ MIN_THRESHOLD, MAX_THRESHOLD = 0.05, 0.95
 MAX_PREFIX_MS = 2_000
 MIN_PRE_ROLL_MS = 300  # less would cost first syllables, so the model hears this much at least
 MIN_SILENCE_MS, MAX_SILENCE_MS = 100, 10_000
+MAX_NUMBER = 1e9  # beyond any setting
 MAX_KEYWORDS, MAX_KEYWORD_CHARACTERS, MAX_PROMPT_CHARACTERS = 1_000, 100, 4_000
 PCM_RATES_HZ = range(8_000, 48_001)
 PARTIAL_INTERVAL_MS = {"minimal": 200, "low": 300, "medium": 500, "high": 800, "xhigh": 1_500}  # of ``delay``
@@ -52,7 +53,7 @@ class BadValueError(Exception):
     def __init__(self, param: str, message: str, *, code: str = "invalid_value") -> None:
         self.param = param
         self.code = code
-        super().__init__(message)
+        super().__init__(brief(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,8 +324,8 @@ def _number(given: Mapping[str, Any], name: str, default: float, path: str) -> f
     value = given.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadValueError(f"{path}.{name}", f"{path}.{name} is {value!r}; a number is needed")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:  # nor is NaN
+        raise BadValueError(f"{path}.{name}", f"{path}.{name} is {brief(repr(value))}; a number is needed")
     return float(value)
 
 

@@ -27,6 +27,7 @@ from gateway.doors.door import (
     Refusal,
     Say,
     Tell,
+    brief,
 )
 from gateway.doors.jitter import Reorderer
 from gateway.doors.telephony_dialects import (
@@ -236,6 +237,7 @@ class TelephonyDoor:
         return [Say(json.dumps({"type": "transcription", "data": event}, ensure_ascii=False))]
 
     def _publish(self, kind: str, **fields: Any) -> Publish:  # Any: JSON
+        fields = {name: brief(value) if isinstance(value, str) else value for name, value in fields.items()}
         return Publish(self._call_id, {"call": self._call_id, "type": kind, **fields})
 
 

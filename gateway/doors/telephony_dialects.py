@@ -5,14 +5,16 @@ FreeSWITCH. Does not know sessions, order or lost frames.
 """
 
 import binascii
-import json
+import itertools
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from gateway.doors.door import Frame, Knock
+import msgspec
+
+from gateway.doors.door import Frame, Knock, brief
 from gateway.messages import AudioSpec
 
 
@@ -56,6 +58,8 @@ class Unreadable:
     why: str
 
 
+MAX_NUMBER = 1 << 53  # of a carrier's
+MAX_PARAMETERS = 64  # of a call
 Heard: TypeAlias = CallStarted | Media | Told | CallStopped | Unreadable
 Dialect: TypeAlias = Callable[[Frame, Knock], Sequence[Heard]]
 
@@ -85,8 +89,8 @@ def audio_of(payload: str) -> bytes | None:
 
 def _object(frame: Frame) -> dict[str, Any]:
     try:
-        message = json.loads(frame)
-    except (ValueError, RecursionError):
+        message = msgspec.json.decode(frame)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return {}
     return message if isinstance(message, dict) else {}
 
@@ -97,15 +101,23 @@ def _part(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _number(value: Any) -> int | None:
-    """Carriers write numbers as strings."""
+    """Carriers write numbers as strings. What no clock and no counter reaches is none."""
     try:
-        return int(value)
-    except (TypeError, ValueError):
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
         return None
+    return number if abs(number) <= MAX_NUMBER else None
+
+
+def _text(value: Any) -> str:
+    return brief(str(value))
 
 
 def _strings(value: Any) -> dict[str, str]:
-    return {str(key): str(item) for key, item in value.items()} if isinstance(value, Mapping) else {}
+    """The first of a call's parameters; more are no call's."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {_text(key): _text(value[key]) for key in itertools.islice(value, MAX_PARAMETERS)}
 
 
 def _media(message: Mapping[str, Any], *, has_order: bool) -> Heard:
@@ -113,7 +125,7 @@ def _media(message: Mapping[str, Any], *, has_order: bool) -> Heard:
     data = audio_of(str(media.get("payload", "")))
     if data is None:
         return Unreadable("a media payload is no base64")
-    track = str(media.get("track", "inbound")).removesuffix("_track")
+    track = _text(media.get("track", "inbound")).removesuffix("_track")
     number = _number(media.get("chunk")) if has_order else None
     return Media(data, track, number, _number(media.get("timestamp")))
 
@@ -126,8 +138,8 @@ def _format(given: Mapping[str, Any], encoding: str, rate: str) -> AudioSpec | N
 
 def _started(call_id: Any, audio: AudioSpec | None, given: Any, parameters: Any) -> Heard:
     if audio is None:
-        return Unreadable(f"audio in a format that is not decoded here: {dict(given)}")
-    return CallStarted(str(call_id or "unnamed"), audio, _strings(parameters))
+        return Unreadable(f"audio in a format that is not decoded here: {_strings(given)}")
+    return CallStarted(_text(call_id or "unnamed"), audio, _strings(parameters))
 
 
 def twilio(frame: Frame, knock: Knock) -> Sequence[Heard]:
@@ -142,9 +154,9 @@ def twilio(frame: Frame, knock: Knock) -> Sequence[Heard]:
         case "media":
             return [_media(message, has_order=False)]
         case "dtmf":
-            return [Told("dtmf", str(_part(message, "dtmf").get("digit", "")))]
+            return [Told("dtmf", _text(_part(message, "dtmf").get("digit", "")))]
         case "mark":
-            return [Told("mark", str(_part(message, "mark").get("name", "")))]
+            return [Told("mark", _text(_part(message, "mark").get("name", "")))]
         case "stop":
             return [CallStopped()]
         case "connected":
@@ -184,9 +196,9 @@ def plivo(frame: Frame, knock: Knock) -> Sequence[Heard]:
         case "media":
             return [_media(message, has_order=False)]
         case "dtmf":
-            return [Told("dtmf", str(_part(message, "dtmf").get("digit", "")))]
+            return [Told("dtmf", _text(_part(message, "dtmf").get("digit", "")))]
         case "playedStream":
-            return [Told("mark", str(message.get("name", "")))]
+            return [Told("mark", _text(message.get("name", "")))]
         case "clearedAudio":
             return []
         case other:
@@ -218,12 +230,13 @@ def vonage(frame: Frame, knock: Knock) -> Sequence[Heard]:
             rate = re.search(r"rate=(\d+)", str(message.get("content-type", "")))
             others = {key: value for key, value in message.items() if key not in ("event", "content-type")}
             call_id = others.get("uuid") or others.get("conversation_uuid") or knock.connection_id
-            audio = AudioSpec("s16le", int(rate[1])) if rate else None
+            rate_hz = _number(rate[1]) if rate else None
+            audio = None if rate_hz is None else AudioSpec("s16le", rate_hz)
             return [_started(call_id, audio, message, others)]
         case "websocket:dtmf":
-            return [Told("dtmf", str(message.get("digit", "")))]
+            return [Told("dtmf", _text(message.get("digit", "")))]
         case "websocket:notify":
-            return [Told("mark", str(_part(message, "payload").get("id", "")))]
+            return [Told("mark", _text(_part(message, "payload").get("id", "")))]
         case "websocket:cleared":
             return []
         case other:
@@ -246,9 +259,9 @@ def asterisk(frame: Frame, knock: Knock) -> Sequence[Heard]:
             spec = AudioSpec(*audio) if audio else None
             return [_started(call_id, spec, message, message.get("channel_variables"))]
         case "DTMF_END":
-            return [Told("dtmf", str(message.get("digit", "")))]
+            return [Told("dtmf", _text(message.get("digit", "")))]
         case "MEDIA_MARK_PROCESSED":
-            return [Told("mark", str(message.get("correlation_id") or message.get("id") or ""))]
+            return [Told("mark", _text(message.get("correlation_id") or message.get("id") or ""))]
         case _:
             return []  # flow control of what is played back, and answers to commands
 
@@ -263,7 +276,7 @@ def freeswitch(frame: Frame, knock: Knock) -> Sequence[Heard]:
     if isinstance(frame, bytes):
         return [Media(frame)]
     message = _object(frame)
-    return [Told("metadata", frame[:1_000])] if not message else [Told("metadata", json.dumps(message)[:1_000])]
+    return [Told("metadata", brief(msgspec.json.encode(message).decode() if message else frame))]
 
 
 def freeswitch_call(knock: Knock) -> CallStarted | None:
@@ -286,7 +299,7 @@ def audiosocket(frame: Frame, knock: Knock) -> Sequence[Heard]:
         name = str(uuid.UUID(bytes=payload)) if len(payload) == 16 else payload.hex()
         return [Told("uuid", name)]
     if kind == 0x03:
-        return [Told("dtmf", payload.decode("ascii", "replace"))]
+        return [Told("dtmf", _text(payload.decode("ascii", "replace")))]
     if kind in _AUDIOSOCKET_HZ:
         return [Media(payload, number=None)]
     return [Unreadable(f"a packet of type {kind:#04x}")]

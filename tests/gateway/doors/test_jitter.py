@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.doors.jitter import Reorderer
+from gateway.doors.jitter import MAX_WAITING, Reorderer
 
 FRAME = 160  # bytes, 20 ms of G.711
 
@@ -48,6 +48,23 @@ def test_small_drift_and_a_clock_that_jumped_are_no_holes() -> None:
     reorderer.push(frame(1), None, 0)
     assert reorderer.push(frame(2), None, 90) == frame(2)
     assert reorderer.push(frame(3), None, 3_600_000) == frame(3)
+
+
+def test_holes_behind_a_clock_that_jumped_are_heard_again() -> None:
+    for jumped_ms in (3_600_000, -3_600_000):
+        reorderer = Reorderer(8_000, b"\xff")
+        reorderer.push(frame(1), None, 0)
+        assert reorderer.push(frame(2), None, jumped_ms) == frame(2)
+        assert reorderer.push(frame(3), None, jumped_ms + 1_020) == b"\xff" * 8_000 + frame(3)
+
+
+def test_frames_without_bytes_do_not_wait_for_ever() -> None:
+    reorderer = Reorderer(8_000, b"\xff")
+    reorderer.push(frame(0), 0, None)
+    for number in range(2, 10_000):
+        reorderer.push(b"", number, None)
+    assert len(reorderer._waiting) <= MAX_WAITING + 1
+    assert reorderer.push(frame(1), 10_000, None) == frame(1)
 
 
 def test_a_codec_is_given_its_frames_in_order_and_each_once_and_a_lost_one_is_as_long_as_the_others() -> None:

@@ -68,7 +68,12 @@ def both(world, *fields):
 
 @pytest.mark.parametrize(
     ("names", "expected"),
-    [([], ["A", "B", "A"]), (["Ann"], ["Ann", "B", "Ann"]), (["Ann", "Bob"], ["Ann", "Bob", "Ann"])],
+    [
+        ([], ["A", "B", "A"]),
+        (["Ann"], ["Ann", "B", "Ann"]),
+        (["Ann", "Bob"], ["Ann", "Bob", "Ann"]),
+        (["B"], ["B", "C", "B"]),
+    ],
 )
 def test_diarized_json_tells_speakers_apart_by_channel(world, names, expected) -> None:
     [frame] = both(world, *(("known_speaker_names[]", name) for name in names))
