@@ -6,7 +6,7 @@ from, nor how long to train.
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,13 @@ class Regularisation:
     n_time_masks: int = 8
     widest_time_mask: float = 0.045  # of a buffer, and at most `LONGEST_TIME_MASK` mel frames
     widest_warp: float = 0.08  # of the mel channels' numbers: as if throats were so much shorter or longer
+    hears_twice: bool = True  # each stream with two masks, and if in buffers, also in one piece; they shall agree
     under_normalisation: float = 0.02  # sigma of the paper: lowers each token's log-probability, so favours few steps
 
     @staticmethod
     def none() -> "Regularisation":
         """For the error rate, or to see whether a few recordings can be learnt by heart."""
-        return Regularisation(0.0, 0.0, 0.0, 0, 0.0, 0, 0.0, 0.0, 0.0)
+        return Regularisation(0.0, 0.0, 0.0, 0, 0.0, 0, 0.0, 0.0, False, 0.0)
 
 
 LONGEST_TIME_MASK = 40  # mel frames
@@ -54,6 +55,7 @@ class Losses:
 
     transducer: Tensor  # nats a label
     ctc: Tensor  # nats a label; along a path, nats a frame
+    inconsistency: Tensor  # nats a label: by how much two hearings of the same streams disagree, if there are two
 
 
 class Learner(nn.Module):
@@ -97,12 +99,18 @@ class Learner(nn.Module):
         states = self.states(batch)
         if batch.aligned is not None:
             return self._losses_along(states, batch, batch.aligned)
+        if self.training and self.regularisation.hears_twice:
+            # In one piece, and with other masks; as if the batch had each stream twice.
+            states = torch.cat((states, self.states(replace(batch, contexts=None))))
+            tokens, n_tokens, n_samples = batch.tokens.repeat(2, 1), batch.n_tokens * 2, batch.n_samples * 2
+            batch = replace(batch, tokens=tokens, n_tokens=n_tokens, n_samples=n_samples)
         n_frames = self._n_frames(batch)
         n_labels_in_all = sum(batch.n_tokens)
         transducer = self._transducer_losses(states, n_frames, batch).sum() / n_labels_in_all
+        said = self.ctc_head(states).float().log_softmax(-1)
         # Numbers of frames and labels from here: tensors of them on the device would be waited for.
         ctc = torch.ctc_loss(
-            self.ctc_head(states).float().log_softmax(-1).transpose(0, 1),
+            said.transpose(0, 1),
             batch.tokens,
             [n_frames_of(n) for n in batch.n_samples],
             list(batch.n_tokens),
@@ -110,7 +118,11 @@ class Learner(nn.Module):
             reduction=SUM,
             zero_infinity=True,  # a stream with more labels than frames
         )
-        return Losses(transducer, ctc / n_labels_in_all)
+        inside = torch.arange(states.shape[1], device=states.device) < n_frames[:, None]
+        disagreed = (
+            disagreement(said, inside) if self.training and self.regularisation.hears_twice else ctc.new_zeros(())
+        )
+        return Losses(transducer, ctc / n_labels_in_all, disagreed / n_labels_in_all)
 
     def _losses_along(self, states: Tensor, batch: Batch, aligned: Aligned) -> Losses:
         """Cross-entropies along the path: of what is said in each frame, and of each step's token and duration."""
@@ -124,7 +136,7 @@ class Learner(nn.Module):
         durations = functional.cross_entropy(duration_logits, aligned.durations[aligned.counts], reduction="sum")
         inside = torch.arange(states.shape[1], device=states.device) < self._n_frames(batch)[:, None]
         said = functional.cross_entropy(self.ctc_head(states).float()[inside], aligned.pieces[inside])
-        return Losses((tokens + durations) / sum(batch.n_tokens), said)
+        return Losses((tokens + durations) / sum(batch.n_tokens), said, said.new_zeros(()))
 
     def _n_frames(self, batch: Batch) -> Tensor:
         n_samples = torch.tensor(batch.n_samples).to(batch.samples.device, non_blocking=True)
@@ -183,6 +195,17 @@ def _keep_blank_at_zero(embedding: nn.Embedding, blank_id: int) -> None:
     learns[blank_id] = 0.0
     embedding.register_buffer("learns", learns, persistent=False)
     embedding.weight.register_hook(lambda grad: grad * embedding.get_buffer("learns"))  # type: ignore[no-untyped-call]
+
+
+def disagreement(said: Tensor, inside: Tensor) -> Tensor:
+    """Of log-probabilities [2·B, T, V], each row half heard twice, the divergences both ways, summed over ``inside``.
+
+    Each hearing is drawn to the other as it is (Yao et al. 2024, "CR-CTC: Consistency regularization on CTC").
+    """
+    first, second = said.chunk(2)
+    fixed_first, fixed_second = first.detach(), second.detach()
+    divergences = fixed_second.exp() * (fixed_second - first) + fixed_first.exp() * (fixed_first - second)
+    return (divergences.sum(dim=-1) * inside[: len(first)]).sum()
 
 
 def warped(features: Tensor, widest: float) -> Tensor:

@@ -61,7 +61,9 @@ LARGEST_NORM = 1.0  # of the gradient
 LATER_TEMPOS = (0.87, 1.0, 1.15)
 
 GENTLE_AUGMENTATION = Augmentation(tempos=(1.0,), noise_share=0.2, narrow_share=0.1, merge_dropout=0.05)
-GENTLE_REGULARISATION = Regularisation(dropout=0.05, token_dropout=0.1, n_frequency_masks=1, n_time_masks=4)
+GENTLE_REGULARISATION = Regularisation(
+    dropout=0.05, token_dropout=0.1, n_frequency_masks=1, n_time_masks=4, hears_twice=False
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Plan:
     warm_up: float = 0.08  # of the time
     weight_decay: float = 0.02
     ctc_weight: float = 0.3
+    consistency_weight: float = 0.15
     path_first: float = 0.35  # of the time: along paths, where words' times are known, and without masks at first
     plain_first: float = 0.1  # of the time: features are not masked
     buffered_share: float = 0.4  # of the batches, how many are encoded in buffers as a session's audio is
@@ -210,13 +213,14 @@ class Course:
         return self.elapsed_s / (60 * self.plan.minutes)
 
     def take(self, batch: Batch) -> Tensor:
-        """One step; returns both losses and the gradient's norm, [3]. A gradient that is no number is left out."""
+        """One step; returns the losses and the gradient's norm, [4]. A gradient that is no number is left out."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate(self.plan, self.progress)
         device = batch.samples.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             losses = self.learner(batch)
-        (losses.transducer + self.plan.ctc_weight * losses.ctc).backward()
+        loss = losses.transducer + self.plan.ctc_weight * losses.ctc
+        (loss + self.plan.consistency_weight * losses.inconsistency).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.learner.parameters(), LARGEST_NORM)
         # As a gradient scaler does it: the optimizer looks on the device, so that nothing is waited for.
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
@@ -225,7 +229,8 @@ class Course:
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.audio_s += sum(batch.n_samples) / SAMPLE_RATE_HZ
-        return torch.stack((losses.transducer.detach(), losses.ctc.detach(), norm)).nan_to_num(0.0, 0.0, 0.0)
+        figures = torch.stack((losses.transducer, losses.ctc, losses.inconsistency, norm)).detach()
+        return figures.nan_to_num(0.0, 0.0, 0.0)
 
     @torch.no_grad()
     def held_out_losses(self, batches: list[Batch]) -> list[float]:
@@ -286,7 +291,7 @@ def train(
     if plan.keeps_norms:
         for norm in batch_norms(learner):
             norm.eval()
-    sums, n_summed, reported_s, asked_s = torch.zeros(3), 0, 0.0, 0.0
+    sums, n_summed, reported_s, asked_s = torch.zeros(4), 0, 0.0, 0.0
     while course.progress < 1 and course.step != plan.max_steps:
         learner.is_masked = course.progress >= plan.plain_first
         if mixed is None and course.elapsed_s - asked_s >= plan.ask_every_s and course.progress < plan.mixed_until:
@@ -303,7 +308,7 @@ def train(
             means = [*(sums / n_summed).tolist(), *(course.held_out_losses(test) if test else [])]
             report(course, means)
             save(course.average.learner.parakeet, tokenizer, out)
-            sums, n_summed, reported_s = torch.zeros(3), 0, course.elapsed_s
+            sums, n_summed, reported_s = torch.zeros(4), 0, course.elapsed_s
     if not plan.keeps_norms:
         course.average.measure_norms(own.next() for _ in range(plan.n_norm_batches))
     report(course, course.held_out_losses(test) if test else [])
@@ -312,7 +317,7 @@ def train(
 
 
 def report(course: Course, means: list[float]) -> None:
-    """One line: seconds, steps, hours heard, losses and gradient's norm, held-out losses."""
+    """One line: seconds, steps, hours heard, transducer, CTC, inconsistency, gradient's norm, then both held out."""
     fields = [f"{course.elapsed_s:7.1f} s", f"step {course.step}", f"{course.audio_s / 3600:.1f} h"]
     print(*fields, *(f"{mean:.3f}" for mean in means), flush=True)
 

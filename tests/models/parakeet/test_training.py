@@ -15,7 +15,7 @@ import torch
 from models.parakeet.config import ParakeetConfig
 from models.parakeet.training.buffers import Contexts
 from models.parakeet.training.data import read_list, read_words, spoken
-from models.parakeet.training.learner import Average, Learner, Regularisation, masked, warped
+from models.parakeet.training.learner import Average, Learner, Regularisation, disagreement, masked, warped
 from models.parakeet.training.streams import Augmentation, assemble, lay_out, load, plan_batches
 from models.parakeet.training.tokenizer import learn_tokenizer
 from models.parakeet.training.train import Course, Plan, Speech, rate, settings, train
@@ -63,7 +63,7 @@ def test_losses_fall_along_paths_and_then_over_all_alignments(folder: Path, caps
     plan = Plan(minutes=10.0, audio_s=12.0, lengths_s=(3.0,), buffered_share=0.3, peak_rate=5e-3, warm_up=1e-9)
     plan = replace(plan, n_norm_batches=2, report_every_s=0.0, max_steps=40, average_decay=0.8)
     train(plan, learner, speech, Speech([], []), tokenizer, Augmentation.none(), folder / "along")
-    along = [float(line.split()[-3]) for line in capsys.readouterr().out.splitlines()[:-1]]
+    along = [float(line.split()[-4]) for line in capsys.readouterr().out.splitlines()[:-1]]
     assert along[-1] < 0.5 * along[0]
     train(
         replace(plan, path_first=0.0),
@@ -74,7 +74,7 @@ def test_losses_fall_along_paths_and_then_over_all_alignments(folder: Path, caps
         Augmentation.none(),
         folder / "freely",
     )
-    freely = [float(line.split()[-3]) for line in capsys.readouterr().out.splitlines()[:-1]]
+    freely = [float(line.split()[-4]) for line in capsys.readouterr().out.splitlines()[:-1]]
     assert freely[-1] < 0.5 * along[0]
     assert {path.name for path in (folder / "freely").iterdir()} == {
         "model.safetensors",
@@ -151,6 +151,20 @@ def test_states_of_buffers_that_hold_the_whole_stream_are_those_of_the_stream(fo
     for row, n in enumerate(batch.n_samples):
         n_frames = math.ceil(n // 160 / 8)
         assert torch.allclose(whole[row, :n_frames], buffered[row, :n_frames], atol=1e-4)
+
+
+def test_two_hearings_disagree_by_nothing_if_they_are_equal_and_are_drawn_together() -> None:
+    torch.manual_seed(3)
+    once = torch.randn(2, 5, 7).log_softmax(-1)
+    inside = torch.ones(4, 5, dtype=torch.bool)
+    assert float(disagreement(torch.cat((once, once)), inside)) == pytest.approx(0, abs=1e-5)
+    logits = torch.randn(4, 5, 7, requires_grad=True)
+    before = disagreement(logits.log_softmax(-1), inside)
+    before.backward()
+    assert logits.grad is not None
+    nearer = (logits - 0.3 * logits.grad).detach().log_softmax(-1)
+    assert 0 < float(disagreement(nearer, inside)) < 0.9 * float(before.detach())
+    assert float(disagreement(nearer, torch.zeros(4, 5, dtype=torch.bool))) == 0
 
 
 def test_masks_cover_some_of_a_row_and_nothing_is_masked_without() -> None:
