@@ -32,7 +32,7 @@ class AskedChunk(msgspec.Struct, array_like=True):
 
     stream_id: int
     span: tuple[int, int]
-    samples_from: int  # position of the first sample that is given
+    samples_from: int  # position of the first sample that is given, behind the span if there is none
     samples: bytes  # float32
     is_final: bool
     prompt: str

@@ -146,6 +146,6 @@ def _asked(stream: RemoteStream, chunk: Chunk) -> AskedChunk:
     span = chunk.span
     if not stream.sent_from <= span.start_sample <= stream.sent_until:
         stream.sent_until = span.start_sample
-    asked = AskedChunk.of(chunk, stream.stream_id, min(stream.sent_until, span.end_sample))
+    asked = AskedChunk.of(chunk, stream.stream_id, stream.sent_until)
     stream.sent_from, stream.sent_until = span.start_sample, max(stream.sent_until, span.end_sample)
     return asked

@@ -1,5 +1,6 @@
 """A real server with the scripted engine, on a thread of its own, and sound that its detector takes for speech."""
 
+import json
 import socket
 import threading
 import time
@@ -8,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection
 
 from gateway.app import UvicornServer, build_app, uvicorn_config
 from gateway.config import Config, ServerConfig, SessionConfig
@@ -19,6 +22,7 @@ from vad.energy import EnergyDetector
 from vad.turn import TurnDetector
 
 DEADLINE_S = 20
+HELLO = {"type": "hello", "audio": {"encoding": "s16le", "sample_rate_hz": 16_000}}
 
 
 def speech(duration_s: float, before_s: float = 0.5, after_s: float = 1.0) -> bytes:
@@ -71,3 +75,31 @@ def is_freed(address: str, engine: ScriptedEngine) -> bool:
     while engine.n_open_streams and time.monotonic() < deadline_s:
         urllib.request.urlopen(f"http://{address}/health", timeout=DEADLINE_S).read()
     return not engine.n_open_streams
+
+
+def tell(stream: ClientConnection, **message: object) -> None:
+    stream.send(json.dumps(message))
+
+
+def hear(stream: ClientConnection, *kinds: str) -> dict:
+    """The next message of one of ``kinds``."""
+    while True:
+        message = json.loads(stream.recv(timeout=DEADLINE_S))
+        if message["type"] in kinds:
+            return message
+
+
+def finish(stream: ClientConnection) -> list[dict]:
+    """Say bye; everything that still comes, until the server closes."""
+    tell(stream, type="bye")
+    messages = []
+    try:
+        while True:
+            messages.append(json.loads(stream.recv(timeout=DEADLINE_S)))
+    except ConnectionClosed as closed:
+        assert closed.rcvd is not None and closed.rcvd.code == 1000
+    return messages
+
+
+def finals(messages: list[dict]) -> str:
+    return " ".join(message["text"] for message in messages if message["type"] == "final")

@@ -24,13 +24,11 @@ from gateway.session import DecodeJob, Session
 from models.scripted import ScriptedEngine, recite
 from streaming.engine import Chunk, EngineStream
 from streaming.transcript import Hypothesis
-from tests.serving import DEADLINE_S, is_freed, served, speech
+from tests.serving import DEADLINE_S, HELLO, finals, finish, hear, is_freed, served, speech, tell
 from vad.detector import DetectorState
 from vad.energy import EnergyDetector
 
 pytestmark = pytest.mark.e2e
-
-HELLO = {"type": "hello", "audio": {"encoding": "s16le", "sample_rate_hz": 16_000}}
 
 
 def sessions_become(address: str, n_sessions: int) -> bool:
@@ -55,34 +53,6 @@ def address(engine: ScriptedEngine) -> Iterator[str]:
 
 def open_stream(address: str, subprotocol: str = "senseway.v1.json") -> ClientConnection:
     return connect(f"ws://{address}/v1/stream", subprotocols=[subprotocol], compression=None, close_timeout=2)
-
-
-def tell(stream: ClientConnection, **message: object) -> None:
-    stream.send(json.dumps(message))
-
-
-def hear(stream: ClientConnection, *kinds: str) -> dict:
-    """The next message of one of ``kinds``."""
-    while True:
-        message = json.loads(stream.recv(timeout=DEADLINE_S))
-        if message["type"] in kinds:
-            return message
-
-
-def finish(stream: ClientConnection) -> list[dict]:
-    """Say bye; everything that still comes, until the server closes."""
-    tell(stream, type="bye")
-    messages = []
-    try:
-        while True:
-            messages.append(json.loads(stream.recv(timeout=DEADLINE_S)))
-    except ConnectionClosed as closed:
-        assert closed.rcvd is not None and closed.rcvd.code == 1000
-    return messages
-
-
-def finals(messages: list[dict]) -> str:
-    return " ".join(message["text"] for message in messages if message["type"] == "final")
 
 
 @pytest.mark.behaviour("J", door="native")
