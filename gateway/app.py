@@ -32,7 +32,7 @@ from gateway.doors import (
     telephony,
 )
 from gateway.doors.door import AdmissionError, DoorKind
-from gateway.exchange import Upload, exchange, read_body, read_form
+from gateway.exchange import Upload, body_within, exchange, read_body, read_form
 from gateway.keys import Keys
 from gateway.messages import MAX_FRAME_BYTES
 from gateway.metrics import CONTENT_TYPE, labelled
@@ -168,7 +168,7 @@ def _client_secrets(server: Server) -> Callable[[Request], Awaitable[Response]]:
         try:
             if not server.keys.is_lasting(openai_realtime.key_of(knock)):
                 raise AdmissionError(401, "invalid_api_key", "no lasting key of this server was shown")
-            wanted = openai_realtime.client_secret(await request.body(), server.house)
+            wanted = openai_realtime.client_secret(await body_within(request, MAX_FRAME_BYTES), server.house)
         except AdmissionError as error:
             return server.refusal(openai_realtime, error, knock)
         expires_at = int(knock.at_unix_s) + wanted.life_s

@@ -26,6 +26,8 @@ from gateway.pcm import AudioFormat
 from gateway.server import PeerGoneError, Server, knock_of
 
 BLOCK_S = 1.0  # of audio decoded and handed to the door at once, so that long recordings need no memory
+BODY_IDLE_S = 30.0  # without a byte of a request's body
+BODY_S = 600.0  # for all of it
 MAX_FIELD_BYTES = 1 << 20  # of a form's field that is not the file
 
 
@@ -157,7 +159,10 @@ async def _whole(
 
 
 async def _read_within(request: Request, read: Callable[[Request], Awaitable[Upload]], max_bytes: int) -> Upload:
-    """The upload, refused as soon as more than ``max_bytes`` are announced or have come."""
+    """The upload, refused as soon as more than ``max_bytes`` are announced or have come, or when it comes too slowly.
+
+    A body that trickles keeps a session's place from others.
+    """
     too_large = AdmissionError(413, "request_too_large", f"a request may have {max_bytes >> 20} MiB at most")
     if int(request.headers.get("content-length", "0")) > max_bytes:
         raise too_large
@@ -165,16 +170,30 @@ async def _read_within(request: Request, read: Callable[[Request], Awaitable[Upl
 
     async def receive() -> Message:
         nonlocal n_bytes
-        message = await request.receive()
+        async with asyncio.timeout(BODY_IDLE_S):
+            message = await request.receive()
         n_bytes += len(message.get("body", b""))
         if n_bytes > max_bytes:
             raise too_large
         return message
 
     try:
-        return await read(Request(request.scope, receive))
+        async with asyncio.timeout(BODY_S):
+            return await read(Request(request.scope, receive))
+    except TimeoutError as error:
+        raise AdmissionError(408, "request_timeout", "the request's body came too slowly") from error
     except ClientDisconnect as error:
         raise AdmissionError(400, "incomplete_request", "the request broke off") from error
+
+
+async def body_within(request: Request, max_bytes: int) -> bytes:
+    """The body of a request that carries no recording. Raises ``AdmissionError`` as soon as it is too long or slow."""
+    upload = await _read_within(request, _as_it_is, max_bytes)
+    return upload.data
+
+
+async def _as_it_is(request: Request) -> Upload:
+    return Upload(await request.body())
 
 
 async def read_body(request: Request) -> Upload:

@@ -512,16 +512,16 @@ class Server:
     async def _take_frame(self, connection: Connection, frame: Frame) -> None:
         """Hand one frame to the door and carry out its answer, with a turn for the others inside long audio."""
         try:
-            effects = connection.door.receive(frame, self._now_s())
+            for effect in connection.door.receive(frame, self._now_s()):
+                if not (isinstance(effect, Tell) and isinstance(effect.message, Audio)):
+                    self._carry_out(connection, effect)
+                    continue
+                await self._tell_audio(connection, effect.track, effect.message.data)
+                if connection.closing is not None:
+                    return
+            self._set_timer(connection)
         except Exception:  # noqa: BLE001  # the outermost shell of a connection: it ends, the others go on
             self._fail(connection)
-            return
-        for effect in effects:
-            if isinstance(effect, Tell) and isinstance(effect.message, Audio):
-                await self._tell_audio(connection, effect.track, effect.message.data)
-            else:
-                self._carry_out(connection, effect)
-        self._set_timer(connection)
 
     async def _tell_audio(self, connection: Connection, track: int, data: bytes) -> None:
         """Hand over audio piece by piece, with a turn for the others in between: a frame may hold minutes."""

@@ -2,6 +2,7 @@
 
 import io
 import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -227,3 +228,25 @@ def test_channels_of_a_recording_without_a_header_are_told_apart(address: str) -
     assert texts == ["", "it was the best of times"]
     refused = httpx2.post(url.replace("16000", "7"), content=content, timeout=DEADLINE_S)
     assert refused.status_code == 400 and "7" in refused.json()["err_msg"]
+
+
+def trickled(address: str, path: str, *, n_bytes: int = 1_000, says: int = 100_000) -> bytes:
+    """The answer to a request that announces more than it sends, and waits."""
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: {address}\r\nContent-Type: audio/wav\r\nContent-Length: {says}\r\n\r\n"
+        connection.sendall(head.encode() + bytes(n_bytes))
+        return connection.recv(65_536)
+
+
+@pytest.mark.parametrize("limit", ["BODY_IDLE_S", "BODY_S"])
+def test_a_body_that_trickles_keeps_no_place(address: str, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(f"gateway.exchange.{limit}", 0.2)
+    assert b" 408 " in trickled(address, "/v1/listen").splitlines()[0]
+
+
+def test_a_request_for_a_pass_is_bounded_too(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = httpx2.post(f"http://{address}/v1/realtime/client_secrets", content=bytes(2 << 20), timeout=DEADLINE_S)
+    assert answer.status_code == 413
+    monkeypatch.setattr("gateway.exchange.BODY_IDLE_S", 0.2)
+    assert b" 408 " in trickled(address, "/v1/realtime/client_secrets").splitlines()[0]

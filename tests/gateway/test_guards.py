@@ -16,6 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from gateway.client import ConnectionFailedError, Hello, connect_sync
+from gateway.doors.deepgram import ListenDoor
 from gateway.doors.openai_realtime import MAX_APPEND_BYTES, MAX_EVENT_BYTES
 from models.scripted import ScriptedEngine, recite
 from tests.serving import DEADLINE_S, served, speech
@@ -308,3 +309,26 @@ def test_figures_tell_what_happened(engine) -> None:
     assert after["senseway_decode_seconds_count"] >= 1 and after["senseway_loop_lag_seconds_count"] >= 0
     assert after["senseway_decode_queue_depth"] == 0 and after["senseway_decode_queue_age_seconds"] == 0
     assert during["senseway_backlog_seconds"] >= 0
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_a_door_that_fails_ends_its_connection_and_no_other(engine, monkeypatch, is_lazy) -> None:
+    def fails(door, frame, now_s):
+        raise RuntimeError("asked to fail")
+
+    def fails_later(door, frame, now_s):
+        yield from ()
+        raise RuntimeError("asked to fail")
+
+    monkeypatch.setattr(ListenDoor, "receive", fails_later if is_lazy else fails)
+    query = "model=nova-3&encoding=linear16&sample_rate=16000"
+    with served(engine) as address, connect(f"ws://{address}/v1/stream") as other:
+        other.send(HELLO)
+        hear(other, "ready")
+        with connect(f"ws://{address}/v1/listen?{query}") as stream:
+            stream.send(speech(0.1))
+            with pytest.raises(ConnectionClosed) as closed:
+                stream.recv(timeout=DEADLINE_S)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
+        other.send(json.dumps({"type": "flush", "id": "1"}))
+        assert hear(other, "flushed")["id"] == "1"
