@@ -133,10 +133,16 @@ def _marked(answer: Hypothesis, chunk: Chunk) -> Hypothesis:
     return replace(answer, words=(*answer.words, mark))
 
 
-def serve(port: int, *, model: str, backend: str, left_ms: int, right_ms: int) -> None:
+def no_turn_detector() -> None:
+    """Crosses to a worker's process, as a lambda can't."""
+
+
+def serve(port: int, *, model: str, backend: str, left_ms: int, right_ms: int, workers: int) -> None:
     """A gateway with ``model``, random weights if it is empty, until it is killed."""
-    from gateway.app import UvicornServer, build_app, uvicorn_config
+    from gateway.app import UvicornServer, build_app, default_detector, uvicorn_config
     from gateway.config import Config, ServerConfig
+    from gateway.keys import Keys
+    from gateway.workers import WorkerParts, run
     from models.backends import Backends, Offer
     from models.catalog import load_engine
     from models.parakeet.engine import CONTEXT, ParakeetEngine
@@ -152,9 +158,12 @@ def serve(port: int, *, model: str, backend: str, left_ms: int, right_ms: int) -
         backends, spelt = Backends([Offer(backend, lambda: open_backend(backend))], model=MODEL), pieces()
     backends.current = TimedBackend(backends.current, spent)
     engine = ParakeetEngine(backends, spelt, name=model or MODEL, languages=("en",), context=context)
-    config = Config(models=(engine.card.name,), server=ServerConfig(port=port, max_sessions=10_000))
-    app = build_app(config, {engine.card.name: Marking(engine, spent)})
-    UvicornServer(uvicorn_config(config, app)).run()
+    config = Config(models=(engine.card.name,), server=ServerConfig(port=port, workers=workers, max_sessions=10_000))
+    engines = {engine.card.name: Marking(engine, spent)}
+    if workers > 1:
+        run(WorkerParts(config, Keys(), default_detector, no_turn_detector), engines, lambda: None)
+    else:
+        UvicornServer(uvicorn_config(config, build_app(config, engines))).run()
 
 
 def open_backend(name: str) -> Any:
@@ -320,8 +329,9 @@ class Level:
     late_ms: NDArray[np.float64]
     n_lost: int
     seconds: float
-    spent: dict[str, float]  # of all servers
-    thread_s: list[dict[str, float]]  # of each server: CPU seconds of the event loop, the engine and the busiest other
+    n_engines: int
+    spent: dict[str, float]  # of all of them
+    thread_s: list[dict[str, float]]  # of each process: CPU seconds of the event loop, the engine and the busiest other
 
     @property
     def p95_ms(self) -> float:
@@ -338,9 +348,10 @@ class Level:
         if not len(self.late_ms):
             return f"| {self.n_streams} | none | | | | | | | | | |"
         p50, p95, p99 = np.quantile(self.late_ms, [0.5, 0.95, 0.99])
-        spent, per_s = self.spent, 1 / self.seconds / len(self.thread_s)
+        spent, per_s = self.spent, 1 / self.seconds / self.n_engines
         threads = " / ".join(
-            f"{sum(server[name] for server in self.thread_s) * per_s:.2f}" for name in ("loop", "engine", "other")
+            f"{sum(process[name] for process in self.thread_s) / self.seconds:.2f}"
+            for name in ("loop", "engine", "other")
         )
         batch = spent["n_chunks"] / max(spent["n_calls"], 1)
         busy, listen, decode = (spent[name] * per_s for name in ("busy_s", "listen_s", "decode_s"))
@@ -352,7 +363,7 @@ class Level:
 
 HEAD = (
     "| streams | p50 ms | p95 | p99 | partials a second | chunks a batch | engine busy | encoder | decoder "
-    "| cores: event loop / engine / busiest other | lost |\n|" + "---:|" * 11
+    "| cores: event loops / engines / detectors | lost |\n|" + "---:|" * 11
 )
 
 
@@ -362,11 +373,12 @@ class Fleet:
     def __init__(self, arguments: argparse.Namespace, speech: bytes) -> None:
         ports = [arguments.port + index for index in range(arguments.servers)]
         options = ["--model", arguments.model, "--backend", arguments.backend, "--left-ms", str(arguments.left_ms)]
-        options += ["--right-ms", str(arguments.right_ms)]
+        options += ["--right-ms", str(arguments.right_ms), "--workers", str(arguments.workers)]
         command = [sys.executable, "-m", "benchmarks.parakeet_capacity", *options, "--serve"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._servers = [subprocess.Popen([*command, str(port)], env=environment) for port in ports]
         self.addresses = [f"127.0.0.1:{port}" for port in ports]
+        self._n_workers = arguments.workers
         self._pipes: list[Connection] = []
         self._processes = []
         for seed in range(arguments.caller_processes):
@@ -405,11 +417,9 @@ class Fleet:
             name: sum(b[name] - a[name] for a, b in zip(before, after, strict=True))
             for name in ("n_calls", "n_chunks", "busy_s", "listen_s", "decode_s")
         }
-        threads = [
-            _by_thread(server.pid, int(figures["thread"]), first, second)
-            for server, figures, first, second in zip(self._servers, after, cpu_before, cpu_after, strict=True)
-        ]
-        return Level(n_streams, np.array(late_ms), n_lost, taken_s, spent, threads)
+        engines = {int(figures["thread"]) for figures in after}
+        threads = [_by_thread(pid, engines, cpu_before.get(pid, {}), cpu_after[pid]) for pid in cpu_after]
+        return Level(n_streams, np.array(late_ms), n_lost, taken_s, len(after), spent, threads)
 
     def _collect(self) -> tuple[list[float], int]:
         late_ms: list[float] = []
@@ -423,7 +433,12 @@ class Fleet:
         return late_ms, n_lost
 
     def _spent(self) -> list[dict[str, float]]:
-        return [json.loads(self._health(address)["engines"][0]["why"]) for address in self.addresses]
+        return [self._spent_at(address) for address in self.addresses]
+
+    def _spent_at(self, address: str) -> dict[str, float]:
+        """The newest figures; a worker knows those of its last answer."""
+        found = [json.loads(self._health(address)["engines"][0]["why"]) for _ in range(2 * self._n_workers)]
+        return max(found, key=lambda figures: float(figures["n_calls"]))
 
     def backend(self) -> str:
         """What computes."""
@@ -433,8 +448,10 @@ class Fleet:
     def _health(address: str) -> Any:
         return json.loads(urllib.request.urlopen(f"http://{address}/health", timeout=30).read())
 
-    def _cpu_s(self) -> list[dict[int, float]]:
-        return [_thread_cpu_s(server.pid) for server in self._servers]
+    def _cpu_s(self) -> dict[int, dict[int, float]]:
+        """Of every server and its workers."""
+        servers = [server.pid for server in self._servers]
+        return {pid: _thread_cpu_s(pid) for server in servers for pid in (server, *_children(server))}
 
     def stop(self) -> None:
         """End everything."""
@@ -457,10 +474,18 @@ def _thread_cpu_s(pid: int) -> dict[int, float]:
     return spent
 
 
-def _by_thread(pid: int, engine: int, before: dict[int, float], after: dict[int, float]) -> dict[str, float]:
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def _by_thread(pid: int, engines: set[int], before: dict[int, float], after: dict[int, float]) -> dict[str, float]:
     spent = {thread: seconds - before.get(thread, 0.0) for thread, seconds in after.items()}
-    others = [seconds for thread, seconds in spent.items() if thread not in (pid, engine)]
-    return {"loop": spent.get(pid, 0.0), "engine": spent.get(engine, 0.0), "other": max(others, default=0.0)}
+    others = [seconds for thread, seconds in spent.items() if thread != pid and thread not in engines]
+    engine_s = sum(seconds for thread, seconds in spent.items() if thread in engines)
+    return {"loop": spent.get(pid, 0.0), "engine": engine_s, "other": max(others, default=0.0)}
 
 
 def climb(fleet: Fleet, steps: Sequence[int], seconds: float) -> list[Level]:
@@ -509,6 +534,7 @@ def main() -> None:
     parser.add_argument("--model", default="", help="one of the catalogue; else random weights")
     parser.add_argument("--backend", choices=["megakernel", "torch-cuda", "torch-cpu"], default="megakernel")
     parser.add_argument("--servers", type=int, default=1, help="server processes, on ports that follow each other")
+    parser.add_argument("--workers", type=int, default=1, help="processes in front of each server's engine; 1: none")
     parser.add_argument("--port", type=int, default=8400)
     parser.add_argument("--caller-processes", type=int, default=6)
     parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS))
@@ -526,6 +552,7 @@ def main() -> None:
             backend=arguments.backend,
             left_ms=arguments.left_ms,
             right_ms=arguments.right_ms,
+            workers=arguments.workers,
         )
         return
     speech = read_speech(arguments.speech)
@@ -534,8 +561,9 @@ def main() -> None:
         fleet.wait()
         print(heading("Parakeet's streams in real time on one GPU"))
         print(
-            f"{arguments.model or 'Random weights'} on {fleet.backend()}, {arguments.servers} server process(es), "
-            f"{arguments.caller_processes} of callers; {len(speech) / 2 / SAMPLE_RATE_HZ:.0f} s of speech in packets "
+            f"{arguments.model or 'Random weights'} on {fleet.backend()}; servers: {arguments.servers}, workers of each: "
+            f"{arguments.workers}, processes of callers: {arguments.caller_processes}. "
+            f"{len(speech) / 2 / SAMPLE_RATE_HZ:.0f} s of speech in packets "
             f"of {arguments.packet_ms} ms; left context {arguments.left_ms} ms, chunks {arguments.chunk_ms} ms, right "
             f"context {arguments.right_ms} ms. {arguments.seconds:g} s a row. How late: from the sending of the packet "
             "with a chunk's last sample, right context included, to the caller's having its partial.\n"

@@ -23,7 +23,7 @@ class FakeFleet:
 
     def measure(self, n_streams: int, seconds: float) -> Level:
         late_ms = np.full(100, 20.0 if n_streams <= self.n_served else 200.0)
-        return Level(n_streams, late_ms, 0, seconds, NOTHING_SPENT, [{"loop": 0.0, "engine": 0.0, "other": 0.0}])
+        return Level(n_streams, late_ms, 0, seconds, 1, NOTHING_SPENT, [{"loop": 0.0, "engine": 0.0, "other": 0.0}])
 
 
 @pytest.mark.parametrize("n_served", [0, 24, 60, 170, 1000])
@@ -36,7 +36,7 @@ def test_the_most_streams_lie_between_a_step_that_holds_and_one_that_does_not(n_
 
 
 def test_a_row_has_the_columns_of_the_head_even_if_nothing_came() -> None:
-    levels = [FakeFleet(1).measure(1, 1.0), Level(9, np.array([]), 0, 1.0, NOTHING_SPENT, [])]
+    levels = [FakeFleet(1).measure(1, 1.0), Level(9, np.array([]), 0, 1.0, 1, NOTHING_SPENT, [])]
     n_columns = HEAD.split("\n")[1].count("|")
     assert [level.row().count("|") for level in levels] == [n_columns, n_columns]
     assert not levels[1].holds
