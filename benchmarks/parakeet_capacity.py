@@ -561,8 +561,8 @@ def main() -> None:
         fleet.wait()
         print(heading("Parakeet's streams in real time on one GPU"))
         print(
-            f"{arguments.model or 'Random weights'} on {fleet.backend()}; servers: {arguments.servers}, workers of each: "
-            f"{arguments.workers}, processes of callers: {arguments.caller_processes}. "
+            f"{arguments.model or 'Random weights'} on {fleet.backend()}; servers: {arguments.servers}, workers of "
+            f"each: {arguments.workers}, processes of callers: {arguments.caller_processes}. "
             f"{len(speech) / 2 / SAMPLE_RATE_HZ:.0f} s of speech in packets "
             f"of {arguments.packet_ms} ms; left context {arguments.left_ms} ms, chunks {arguments.chunk_ms} ms, right "
             f"context {arguments.right_ms} ms. {arguments.seconds:g} s a row. How late: from the sending of the packet "
