@@ -3,6 +3,7 @@
 The app is the same whether uvicorn serves it, another process mounts it, or a test drives it.
 """
 
+import gc
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -248,7 +249,26 @@ def _model(served: ServedModel) -> dict[str, Any]:
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, but with a largest frame of each door's own: a longer one is refused before it has been read."""
+    """uvicorn's, but with a largest frame of each door's own: a longer one is refused before it has been read.
+
+    Nor is a client given up for a pong that lies behind audio which has not been read yet: as long as something came,
+    or the server itself does not read, it is there.
+    """
+
+    _heard_s = 0.0  # when something came last
+
+    def data_received(self, data: bytes) -> None:
+        """See ``WebSocketsSansIOProtocol``."""
+        self._heard_s = self.loop.time()
+        super().data_received(data)
+
+    def keepalive_timeout(self) -> None:
+        """See ``WebSocketsSansIOProtocol``."""
+        if self.read_paused or self.loop.time() < self._heard_s + (self.ping_timeout or 0.0):
+            self.pong_timer = self.pending_ping_payload = None
+            self.schedule_ping()
+        else:
+            super().keepalive_timeout()
 
     def handle_connect(self, event: Handshake) -> None:
         """See ``WebSocketsSansIOProtocol``."""
@@ -277,7 +297,14 @@ def run(
 ) -> None:
     """Serve until interrupted."""
     app = build_app(config, engines, keys=keys, twilio_auth_token=twilio_auth_token, turn_detector=turn_detector)
+    keep_from_collector()
     UvicornServer(uvicorn_config(config, app)).run()
+
+
+def keep_from_collector() -> None:
+    """What is loaded by now stays, so the collector need not look through it again while everybody waits."""
+    gc.collect()
+    gc.freeze()
 
 
 def uvicorn_config(config: Config, app: Starlette) -> uvicorn.Config:

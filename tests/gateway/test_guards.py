@@ -4,8 +4,10 @@ import base64
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
+from gateway.app import WebSocketProtocol
 from gateway.client import ConnectionFailedError, Hello, connect_sync
 from gateway.doors.deepgram import ListenDoor
 from gateway.doors.openai_realtime import MAX_APPEND_BYTES, MAX_EVENT_BYTES
@@ -332,3 +335,53 @@ def test_a_door_that_fails_ends_its_connection_and_no_other(engine, monkeypatch,
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
         other.send(json.dumps({"type": "flush", "id": "1"}))
         assert hear(other, "flushed")["id"] == "1"
+
+
+# ---------------------------------------------------------------- pings
+
+
+class HeldEngine(ScriptedEngine):
+    """Decodes nothing until it is let go."""
+
+    def __init__(self, script) -> None:
+        super().__init__(script)
+        self.let_go = threading.Event()
+
+    def decode(self, batch):
+        assert self.let_go.wait(DEADLINE_S)
+        return super().decode(batch)
+
+
+def test_a_client_whose_pong_lies_behind_unread_audio_stays(monkeypatch) -> None:
+    monkeypatch.setattr("gateway.app.PING_INTERVAL_S", 0.2)
+    engine = HeldEngine(recite("it was the best of times", start_sample=8_000))
+    missed: list[None] = []
+    give_up = WebSocketProtocol.keepalive_timeout
+
+    def counted(protocol: WebSocketProtocol) -> None:
+        missed.append(None)
+        give_up(protocol)
+        if len(missed) == 3:
+            engine.let_go.set()
+
+    monkeypatch.setattr(WebSocketProtocol, "keepalive_timeout", counted)
+    with served(engine) as address, connect(f"ws://{address}/v1/stream", ping_interval=None) as stream:
+        stream.send(HELLO)
+        hear(stream, "ready")
+        for _ in range(24):  # seconds: more than the server holds of one client
+            stream.send(speech(3.0, 0.0, 1.0))
+        stream.send(json.dumps({"type": "bye"}))
+        assert hear(stream, "bye")["audio_s"] == 96.0
+    assert len(missed) >= 3
+
+
+def test_a_client_that_is_not_there_any_more_is_given_up(engine, monkeypatch) -> None:
+    monkeypatch.setattr("gateway.app.PING_INTERVAL_S", 0.2)
+    with served(engine) as address:
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+            head = f"GET /v1/stream HTTP/1.1\r\nHost: {address}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            key = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+            connection.sendall((head + key).encode())
+            while connection.recv(65_536):
+                pass
