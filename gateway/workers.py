@@ -24,7 +24,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from gateway.app import UvicornServer, build_app, uvicorn_config
+from gateway.app import UvicornServer, build_app, keep_from_collector, uvicorn_config
 from gateway.config import Config, ServerConfig
 from gateway.engine_host import EngineHost
 from gateway.keys import Keys
@@ -88,8 +88,8 @@ class Workers:
         self._host = EngineHost(engines)
         self._engine_thread = threading.Thread(target=self._host_engines, name="engine")
         self._is_hosted = True
-        self._folder = Path(tempfile.mkdtemp(prefix="senseway-"))
         self._reserved = listening_sockets(parts.config.server)
+        self._folder = Path(tempfile.mkdtemp(prefix="senseway-"))  # which nobody else may enter
         self.port: int = self._reserved[0].getsockname()[1]
         server = replace(parts.config.server, port=self.port)
         self._parts = replace(parts, config=replace(parts.config, server=server))
@@ -104,12 +104,18 @@ class Workers:
         self._is_stopping = True
         self._tell.send_bytes(b"\0")
 
+    def kill(self) -> None:
+        """End every worker at once, whatever its clients have still to hear. From any thread, or a signal's handler."""
+        for worker in list(self._workers.values()):
+            worker.process.kill()
+
     def start(self) -> None:
         """Start engines and workers, and wait until all of them serve.
 
         Raises:
             WorkersError: if one does not.
         """
+        keep_from_collector()
         self._engine_thread.start()
         for index in range(self._parts.config.server.workers):
             self._begin(index)
@@ -235,6 +241,8 @@ def run(parts: WorkerParts, engines: Mapping[str, SpeechEngine], on_ready: Calla
 @contextmanager
 def _caught_signals(workers: Workers, caught: list[int]) -> Iterator[None]:
     def catch(number: int, _: object) -> None:
+        if caught:
+            workers.kill()
         caught.append(number)
         workers.stop()
 
@@ -319,6 +327,7 @@ def work(
     )
     sockets = [*listening_sockets(parts.config.server), _private_socket(socket_of(place.folder, place.index))]
     server = _WorkerServer(uvicorn_config(parts.config, app), news, app.state.server.tell_followers)
+    keep_from_collector()
     with suppress(KeyboardInterrupt):
         server.run(sockets)
 

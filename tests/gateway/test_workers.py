@@ -360,6 +360,15 @@ def program(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
             process.kill()
 
 
+@pytest.fixture
+def as_from_a_terminal() -> Iterator[None]:
+    """What a script starts in the background ignores Ctrl-C, and so does all that it starts; not under this."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("as_from_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_whatever_ends_the_program_its_workers_tell_their_clients_and_end(
     number: signal.Signals, tmp_path: Path
