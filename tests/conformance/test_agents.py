@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.clients import REPOSITORY, RUN_TIMEOUT_S, python_of
-from tests.conformance.words import error_rate
+from tests.words import error_rate
 
 pytestmark = [pytest.mark.e2e, pytest.mark.weights]
 

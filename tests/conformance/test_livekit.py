@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.clients import drive
-from tests.conformance.words import error_rate
+from tests.words import error_rate
 
 pytestmark = [pytest.mark.e2e, pytest.mark.weights]
 

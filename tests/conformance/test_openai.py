@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.clients import REPOSITORY, drive, python_of
-from tests.conformance.words import error_rate
+from tests.words import error_rate
 
 pytestmark = [pytest.mark.e2e, pytest.mark.weights]
 

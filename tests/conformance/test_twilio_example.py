@@ -14,7 +14,7 @@ from websockets.sync.client import connect
 
 from gateway.pcm import AudioFormat, decode
 from tests.conformance.clients import REPOSITORY, RUN_TIMEOUT_S
-from tests.conformance.words import error_rate
+from tests.words import error_rate
 
 pytestmark = [pytest.mark.e2e, pytest.mark.weights]
 

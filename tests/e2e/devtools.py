@@ -15,7 +15,8 @@ from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
 
-CALL_TIMEOUT_S = 60.0
+WAIT_TIMEOUT_S = 90.0  # on a machine with other things to do; nothing waits longer than it must
+CALL_TIMEOUT_S = WAIT_TIMEOUT_S + 30.0
 PROBLEM_LEVELS = {"error", "assert"}
 FLAGS = (
     "--headless",
@@ -40,12 +41,12 @@ def chromium() -> str | None:
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-def fake_microphone(recording: Path) -> tuple[str, ...]:
-    """Flags that make ``recording`` (WAV) the sound of the microphone, once, and grant every request for it."""
+def fake_microphone(recording: Path, *, repeats: bool = False) -> tuple[str, ...]:
+    """Flags that make ``recording`` (WAV) the sound of the microphone, and grant every request for it."""
     return (
         "--use-fake-device-for-media-stream",
         "--use-fake-ui-for-media-stream",
-        f"--use-file-for-fake-audio-capture={recording}%noloop",
+        f"--use-file-for-fake-audio-capture={recording}{'' if repeats else '%noloop'}",
     )
 
 
@@ -82,7 +83,7 @@ class Page:
             raise PageError(f"{expression}: {_exception(answer['exceptionDetails'])}")
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, *, timeout_s: float = 20.0) -> Any:
+    def wait_for(self, expression: str) -> Any:
         """The value of ``expression`` once it is truthy."""
         return self.evaluate(
             f"""new Promise((resolve, reject) => {{
@@ -90,8 +91,8 @@ class Page:
               const check = () => {{
                 const value = ({expression});
                 if (value) resolve(value);
-                else if (performance.now() - began > {timeout_s * 1000}) {{
-                  reject(new Error("not so within {timeout_s} s; the page reads: " + document.body.innerText));
+                else if (performance.now() - began > {WAIT_TIMEOUT_S * 1000}) {{
+                  reject(new Error("not so within {WAIT_TIMEOUT_S} s; the page reads: " + document.body.innerText));
                 }} else setTimeout(check, 15);
               }};
               check();
@@ -118,8 +119,10 @@ class Page:
         self.call("DOM.setFileInputFiles", files=[str(path)], objectId=found["result"]["objectId"])
 
     def colour_scheme(self, scheme: str) -> None:
-        """Have the system prefer ``light`` or ``dark``."""
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        """Have the system prefer ``light`` or ``dark``, and colours that change at once."""
+        wanted = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        features = [{"name": name, "value": value} for name, value in wanted.items()]
+        self.call("Emulation.setEmulatedMedia", features=features)
 
     def size(self, width_px: int, height_px: int, *, scale: float = 1.0) -> None:
         """Give the page's area a size in CSS pixels; a narrow one is a phone."""
@@ -164,15 +167,16 @@ def _exception(details: dict[str, Any]) -> str:
 
 
 @contextmanager
-def open_page(url: str, profile: Path, flags: Sequence[str] = ()) -> Iterator[Page]:
-    """A page at ``url`` in a browser of its own, with ``profile`` as its new folder for state."""
+def open_page(url: str, profile: Path, flags: Sequence[str] = (), script: str = "") -> Iterator[Page]:
+    """A page at ``url``, where ``script`` runs first, in a browser of its own with ``profile`` as its new folder."""
     executable = chromium()
     assert executable is not None, "ask `chromium()` first"
     command = [executable, *FLAGS, f"--user-data-dir={profile}", *flags, "about:blank"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         try:
-            with connect(_devtools_url(process), max_size=None, compression=None) as socket:
-                yield _attach(socket, url)
+            address = _devtools_url(process)
+            with connect(address, max_size=None, compression=None, open_timeout=CALL_TIMEOUT_S) as socket:
+                yield _attach(socket, url, script)
         finally:
             process.terminate()
 
@@ -190,13 +194,14 @@ def _devtools_url(process: "subprocess.Popen[str]") -> str:
     raise PageError("the browser did not start:\n" + "".join(said[-20:]))
 
 
-def _attach(socket: ClientConnection, url: str) -> Page:
+def _attach(socket: ClientConnection, url: str, script: str) -> Page:
     targets = _browser_call(socket, "Target.getTargets", {})["targetInfos"]
     target_id = next(target["targetId"] for target in targets if target["type"] == "page")
     attached = _browser_call(socket, "Target.attachToTarget", {"targetId": target_id, "flatten": True})
     page = Page(socket, attached["sessionId"])
     for domain in ("Page", "Runtime", "Log"):
         page.call(f"{domain}.enable")
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
     page.call("Page.navigate", url=url)
     page.wait_for_event("Page.loadEventFired")
     return page

@@ -5,8 +5,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,20 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-import uvicorn
 
-from gateway.app import build_app, uvicorn_config
 from gateway.client import AudioFormat, Bye, Event, Final, Hello, RefusedError, Settings, Wire, connect, connect_sync
-from gateway.config import load
 from models.catalog import load_engine
-from vad.energy import EnergyDetector
+from tests.serving import served
 
 pytestmark = pytest.mark.e2e
 
 REPOSITORY = Path(__file__).parents[2]
 RATE_HZ = 16_000
 HELLO = Hello(audio=AudioFormat("s16le", RATE_HZ))
-START_TIMEOUT_S = 30.0
 
 
 def speech_like() -> bytes:
@@ -42,19 +36,9 @@ AUDIO = speech_like()
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server of the reciting engine in a thread of its own."""
-    config = load({"server.port": 0, "models": ["scripted"]}, environ={})
-    app = build_app(config, {"scripted": load_engine("scripted")}, EnergyDetector())
-    server = uvicorn.Server(uvicorn_config(config, app))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    give_up_s = time.monotonic() + START_TIMEOUT_S
-    while not server.started and time.monotonic() < give_up_s:
-        thread.join(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield f"ws://127.0.0.1:{port}/v1/stream"
-    server.should_exit = True
-    thread.join()
+    """A server of the reciting engine."""
+    with served(load_engine("scripted")) as address:
+        yield f"ws://{address}/v1/stream"
 
 
 @asynccontextmanager

@@ -1,33 +1,31 @@
-"""The microphone page in a real browser against the real server: fake microphone in, captions and subtitles out."""
+"""The microphone page in a real browser against the real server: fake microphone in, captions and subtitles out.
+
+Voice and silence last until the page shows what a test waits for, so that a slow machine only takes longer.
+"""
 
 import itertools
 import json
 import re
-import socket
-import threading
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
-import uvicorn
 from numpy.typing import NDArray
 
-from gateway.app import build_app, uvicorn_config
-from gateway.config import Config
 from models.catalog import load_engine
 from models.errors import ModelUnavailableError
 from models.scripted import ScriptedEngine, recite
 from models.store import TWO_CITIES_TEXT, recording
-from streaming.engine import SpeechEngine
 from tests.e2e.devtools import Page, chromium, fake_microphone, open_page
+from tests.loudness import LoudnessDetector
+from tests.serving import served, sessions_become
+from tests.words import error_rate
 from vad.audio import SAMPLE_RATE_HZ, seconds
-from vad.detector import SpeechDetector
-from vad.energy import EnergyDetector
+from vad.levels import TwoLevelDetector
+from vad.silero import SileroDetector
 
 pytestmark = [
     pytest.mark.e2e,
@@ -51,6 +49,15 @@ WATCH_PHASES = """(() => {
   const note = () => link.dataset.phase !== phases.at(-1) && phases.push(link.dataset.phase);
   new MutationObserver(note).observe(link, { attributeFilter: ["data-phase"] });
 })()"""
+# The device gives voice without end; while its track is off, the page hears silence.
+KEEP_TRACK = """{
+  const ask = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+  navigator.mediaDevices.getUserMedia = async (constraints) => {
+    const stream = await ask(constraints);
+    [window.track] = stream.getAudioTracks();
+    return stream;
+  };
+}"""
 COVERS_CAPTIONS = """(() => {
   const edge = (selector, side) => document.querySelector(selector).getBoundingClientRect()[side];
   return edge(".notice", "bottom") > edge("#captions", "top");
@@ -58,39 +65,11 @@ COVERS_CAPTIONS = """(() => {
 IS_IDLE = "document.body.dataset.phase === 'idle'"
 
 
-class _Server(uvicorn.Server):
-    """Says when it is up."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.is_up = threading.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.is_up.set()
-
-
-@contextmanager
-def _served(engines: Mapping[str, SpeechEngine], detector: SpeechDetector | None = None) -> Iterator[str]:
-    """The address of a server that runs in a thread of its own."""
-    config = Config()
-    server = _Server(uvicorn_config(config, build_app(config, engines, detector)))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            assert server.is_up.wait(timeout=30)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        finally:
-            server.should_exit = True
-            thread.join(timeout=30)
-
-
 @pytest.fixture
 def reciting() -> Iterator[str]:
     """A server whose model recites, and that takes any sound for speech."""
-    with _served({"scripted": ScriptedEngine(SCRIPT, flicker=0.5)}, EnergyDetector()) as url:
-        yield url
+    with served(ScriptedEngine(SCRIPT, flicker=0.5), LoudnessDetector()) as address:
+        yield address
 
 
 def _sound(*durations_s: float) -> NDArray[np.float32]:  # [n_samples]
@@ -110,9 +89,24 @@ def _wav(folder: Path, *durations_s: float) -> Path:
 
 
 @contextmanager
-def _page(url: str, folder: Path, flags: Sequence[str]) -> Iterator[Page]:
+def _page_with_voice(address: str, folder: Path) -> Iterator[Page]:
+    """The page with a microphone that hears a voice but while the test has it ``_pause``."""
+    with _page(address, folder, fake_microphone(_wav(folder, 0.0, 4.0), repeats=True), KEEP_TRACK) as page:
+        yield page
+
+
+def _pause(page: Page) -> None:
+    page.evaluate("track.enabled = false")
+
+
+def _go_on(page: Page) -> None:
+    page.evaluate("track.enabled = true")
+
+
+@contextmanager
+def _page(address: str, folder: Path, flags: Sequence[str], script: str = "") -> Iterator[Page]:
     """The page with its models loaded; it must have complained of nothing in the end."""
-    with open_page(url, folder / "profile", flags) as page:
+    with open_page(f"http://{address}/", folder / "profile", flags, script) as page:
         page.wait_for("document.querySelector('[name=model]').options.length > 0")
         yield page
         page.evaluate("0")  # brings in what the page still had to say
@@ -129,7 +123,6 @@ def _texts(page: Page, selector: str) -> list[str]:
 def _screenshots(page: Page, folder: Path, name: str) -> None:
     for scheme in ("light", "dark"):
         page.colour_scheme(scheme)
-        page.wait_for("document.getAnimations().every((one) => !(one instanceof CSSTransition))")  # colours fade
         page.screenshot(folder / f"{name}-{scheme}.png")
 
 
@@ -159,15 +152,8 @@ def _clock(time_s: float) -> str:
     return f"{ms // 3_600_000:02}:{ms // 60_000 % 60:02}:{ms // 1000 % 60:02},{ms % 1000:03}"
 
 
-def _health(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}health", timeout=10) as response:
-        health: dict[str, Any] = json.load(response)
-    return health
-
-
 def test_microphone_becomes_captions_and_subtitles(reciting: str, tmp_path: Path) -> None:
-    microphone = fake_microphone(_wav(tmp_path, 0.8, 4.5, 1.2, 12.0, 60.0))
-    with _page(reciting, tmp_path, microphone) as page:
+    with _page_with_voice(reciting, tmp_path) as page:
         page.size(1280, 800)
         assert page.text("#link") == "Ready"
         _screenshots(page, tmp_path, "ready")
@@ -175,11 +161,15 @@ def test_microphone_becomes_captions_and_subtitles(reciting: str, tmp_path: Path
         page.press("r", "KeyR")
         page.wait_for("document.querySelector('#link').dataset.phase === 'live'")
         page.wait_for(IS_PALER)
+        page.wait_for("document.querySelectorAll('[data-state=partial] .committed').length > 3")
         assert page.text("#verdict") == "Speech"
         assert _texts(page, "#announcer p") == []
 
+        _pause(page)
         page.wait_for("document.querySelector('[data-state=final]')")
+        _go_on(page)
         page.wait_for("document.querySelectorAll('[data-state=partial] .committed').length > 3")
+        page.wait_for("document.querySelector('.notice')")
         _screenshots(page, tmp_path, "live")
         page.size(390, 844, scale=2)
         assert page.evaluate("document.documentElement.scrollWidth") == 390
@@ -189,7 +179,7 @@ def test_microphone_becomes_captions_and_subtitles(reciting: str, tmp_path: Path
         page.press(" ", "Space")
         page.wait_for(IS_IDLE)
         assert page.text("#link") == "Ready"
-        assert _health(reciting)["sessions"] == 0
+        assert sessions_become(reciting, 0)
 
         paragraphs = [text.split() for text in _texts(page, "[data-state=final] .words")]
         assert len(paragraphs) == 2
@@ -217,7 +207,7 @@ def test_microphone_becomes_captions_and_subtitles(reciting: str, tmp_path: Path
 
 
 def test_lost_connection_is_taken_up_without_losing_or_doubling_a_word(reciting: str, tmp_path: Path) -> None:
-    with _page(reciting, tmp_path, fake_microphone(_wav(tmp_path, 0.5, 6.0, 60.0))) as page:
+    with _page_with_voice(reciting, tmp_path) as page:
         page.click("#record")
         page.wait_for("document.querySelectorAll('.segment .committed').length > 3")
         page.evaluate(WATCH_PHASES)
@@ -225,6 +215,8 @@ def test_lost_connection_is_taken_up_without_losing_or_doubling_a_word(reciting:
             page.evaluate("dispatchEvent(new Event('offline'))")
             page.wait_for(f"phases.length === 2 * {n_times}")
         assert page.evaluate("phases") == ["reconnecting", "live"] * 2
+        page.wait_for("document.querySelectorAll('.segment .committed').length > 12")
+        _pause(page)
         page.wait_for("document.querySelector('[data-state=final]')")
         page.click("#record")
         page.wait_for(IS_IDLE)
@@ -240,7 +232,7 @@ def test_file_goes_as_fast_as_the_server_takes_it(reciting: str, tmp_path: Path)
         page.evaluate("document.querySelector('#speed').value = 'fast'")
         page.choose_file("#file", path)
         page.wait_for("document.querySelector('[data-state=final]')")
-        page.wait_for(IS_IDLE, timeout_s=60)
+        page.wait_for(IS_IDLE)
         assert page.text("#acked") == "61.0 s"
         assert _texts(page, "[data-part=name]") == [path.name]
         paragraphs = [text.split() for text in _texts(page, "[data-state=final] .words")]
@@ -276,15 +268,15 @@ def test_real_model_captions_a_real_voice(tmp_path: Path) -> None:
         voice = recording("two_cities", fetch_missing=False)
     except ModelUnavailableError as error:
         pytest.skip(f"needs a model and a recording that are fetched on first use: {error}")
-    with _served({"whisper-tiny.en": engine}) as url, _page(url, tmp_path, fake_microphone(voice)) as page:
+    microphone = fake_microphone(voice)
+    with served(engine, TwoLevelDetector(SileroDetector())) as address, _page(address, tmp_path, microphone) as page:
         page.size(1280, 800)
         page.click("#record")
-        page.wait_for("document.querySelector('[data-state=partial] .tentative')", timeout_s=30)
-        page.wait_for("document.querySelectorAll('.segment .committed').length > 20", timeout_s=60)
+        page.wait_for("document.querySelector('[data-state=partial] .tentative')")
+        page.wait_for("document.querySelectorAll('.segment .committed').length > 20")
         _screenshots(page, tmp_path, "voice")
         page.click("#record")
-        page.wait_for(IS_IDLE, timeout_s=30)
-        heard = [re.sub(r"\W", "", word.lower()) for word in page.evaluate(FINAL_WORDS)]
-        said = [re.sub(r"\W", "", word.lower()) for word in TWO_CITIES_TEXT.split()]
-        n_right = sum(one == other for one, other in zip(heard, said, strict=False))
-        assert n_right >= 0.8 * len(heard) > 16
+        page.wait_for(IS_IDLE)
+        heard = page.evaluate(FINAL_WORDS)
+        assert len(heard) > 20
+        assert error_rate(" ".join(TWO_CITIES_TEXT.split()[: len(heard)]), " ".join(heard)) < 0.2

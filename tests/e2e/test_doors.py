@@ -2,12 +2,10 @@
 
 from functools import cache
 
-import jiwer
 import numpy as np
 import pytest
 import soundfile
 import soxr
-from whisper_normalizer.english import EnglishTextNormalizer
 
 from benchmarks.door_texts import RECIPES, Models, Samples, same_words, text_through
 from benchmarks.remembering import RememberingDetector, RememberingEngine, RememberingJudge
@@ -15,6 +13,7 @@ from models.catalog import load_engine
 from models.errors import ModelUnavailableError
 from models.smart_turn import SmartTurn
 from models.store import recording, turn_model
+from tests.words import error_rate, normalised
 from vad.audio import SAMPLE_RATE_HZ
 from vad.levels import TwoLevelDetector
 from vad.silero import SileroDetector
@@ -22,7 +21,6 @@ from vad.silero import SileroDetector
 pytestmark = [pytest.mark.weights, pytest.mark.e2e]
 
 HOPE_TEXT = "It was the spring of hope, it was the winter of despair."
-_normalise = EnglishTextNormalizer()
 
 
 @cache
@@ -50,14 +48,14 @@ def hope() -> Samples:
 def test_the_text_is_that_of_the_native_protocol(door: str) -> None:
     here, there = text_through(RECIPES[door], hope(), models())
     assert same_words(here, there)
-    assert jiwer.wer(_normalise(HOPE_TEXT), _normalise(here)) == 0
+    assert error_rate(HOPE_TEXT, here) == 0
 
 
 @pytest.mark.parametrize("door", RECIPES)
 def test_two_turns_with_a_pause_between_them_are_those_of_the_native_protocol(door: str) -> None:
     here, there = text_through(RECIPES[door], np.concatenate([hope(), hope()]), models())
     assert same_words(here, there)
-    assert jiwer.wer(_normalise(f"{HOPE_TEXT} {HOPE_TEXT}"), _normalise(here)) == 0
+    assert error_rate(f"{HOPE_TEXT} {HOPE_TEXT}", here) == 0
 
 
 @pytest.mark.parametrize("door", RECIPES)
@@ -66,7 +64,7 @@ def test_the_last_word_just_before_the_end_is_heard(door: str, gap_ms: int) -> N
     cut = int((0.5 + 3.1) * SAMPLE_RATE_HZ)  # to the last of "despair"
     said = np.concatenate([hope()[:cut], np.zeros(gap_ms * 16, np.float32)])
     here, _ = text_through(RECIPES[door], said, models())
-    assert _normalise(here).split()[-1] == "despair"
+    assert normalised(here).split()[-1] == "despair"
 
 
 @pytest.mark.parametrize("door", RECIPES)

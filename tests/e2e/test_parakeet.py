@@ -6,8 +6,6 @@ Weights are random, so what is written means nothing; that it comes, when, and w
 import json
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,37 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
-import uvicorn
 
-from gateway.app import build_app, uvicorn_config
-from gateway.config import load
 from models.catalog import load_engine
 from tests.models.parakeet.files import nemo_members, write_tar
 from tests.models.parakeet.small import noise
-from vad.energy import EnergyDetector
+from tests.serving import served
 
 pytestmark = pytest.mark.e2e
 
 REPOSITORY = Path(__file__).parents[2]
 RATE_HZ = 16_000
-START_TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server of the model ``small``, in a thread of its own."""
+    """A server of the model ``small``."""
     archive = write_tar(tmp_path_factory.mktemp("models") / "small.nemo", nemo_members())
-    config = load({"server.port": 0, "models": [str(archive)]}, environ={})
-    app = build_app(config, {"small": load_engine(str(archive), n_threads=1)}, EnergyDetector())
-    server = uvicorn.Server(uvicorn_config(config, app))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    give_up_s = time.monotonic() + START_TIMEOUT_S
-    while not server.started and time.monotonic() < give_up_s:
-        thread.join(0.01)
-    yield f"ws://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1/stream"
-    server.should_exit = True
-    thread.join()
+    with served(load_engine(str(archive), n_threads=1)) as address:
+        yield f"ws://{address}/v1/stream"
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ import pytest
 import soundfile
 import soxr
 from numpy.typing import NDArray
-from whisper_normalizer.english import EnglishTextNormalizer
 
 from gateway import messages as m
 from gateway.config import SessionConfig
@@ -31,6 +30,7 @@ from models.catalog import load_engine
 from models.errors import ModelUnavailableError
 from models.store import BECKETT_TEXT, TWO_CITIES_TEXT, recording
 from streaming.engine import Chunk, DecodeOptions, SpeechEngine
+from tests.words import error_rate, normalised
 from vad.audio import SAMPLE_RATE_HZ, SpeechSpan
 from vad.detector import SpeechDetector
 from vad.gate import GateSettings
@@ -148,13 +148,6 @@ def play(samples: Samples, *, partial_interval_ms: int = 2_000) -> Played:
     return run(live(samples), partial_interval_ms=partial_interval_ms)
 
 
-_normalise = EnglishTextNormalizer()
-
-
-def error_rate(reference: str, text: str) -> float:
-    return float(jiwer.wer(_normalise(reference), _normalise(text)))
-
-
 def bare(word: str) -> str:
     return re.sub(r"\W", "", word).lower()
 
@@ -185,7 +178,7 @@ def test_real_speech_comes_back_whole_in_order_and_settled() -> None:
     played = play(np.concatenate([recorded("two_cities"), silence(1.0)]), partial_interval_ms=1_500)
     assert error_rate(TWO_CITIES_TEXT, played.text) <= 0.10
     assert_orderly(played)
-    compared = jiwer.process_words(_normalise(TWO_CITIES_TEXT), _normalise(played.text))
+    compared = jiwer.process_words(normalised(TWO_CITIES_TEXT), normalised(played.text))
     assert compared.insertions == 0, "every word once"
     assert len(played.of(m.SpeechStarted)) == len(played.of(m.SpeechEnded))
     first_partial_s = next(item.at_s for item in played.seen if isinstance(item.message, m.Partial))
@@ -206,7 +199,7 @@ def test_a_phrase_that_is_truly_said_eight_times_is_written_eight_times(
     start_s: float, end_s: float, gap_s: float, phrase: str
 ) -> None:
     said = np.concatenate([clip("two_cities", start_s, end_s), silence(gap_s)] * 8 + [silence(1.0)])
-    assert _normalise(play(said, partial_interval_ms=5_000).text).count(phrase) == 8
+    assert normalised(play(said, partial_interval_ms=5_000).text).count(phrase) == 8
 
 
 # ---------------------------------------------------------------- text out of nothing

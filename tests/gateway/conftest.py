@@ -16,24 +16,12 @@ from gateway.simulation import DoorSimulation, Simulation
 from streaming.capability import Capability
 from streaming.engine import Chunk, DecodeOptions, ModelCard, StreamWarning
 from streaming.transcript import Hypothesis, Quality, Word
+from tests.loudness import LoudnessDetector
 from vad.audio import SAMPLE_RATE_HZ
-from vad.detector import DetectorState
 from vad.gate import GateSettings
 
 WORD_SAMPLES = 6_400  # 0.4 s a word
 WORD_GAP_SAMPLES = 800
-
-
-class LoudnessDetector:
-    """Certain that whatever is loud is speech."""
-
-    def initial_state(self) -> DetectorState:
-        return DetectorState(np.zeros(1, np.float32))
-
-    def score(
-        self, batch: Sequence[tuple[DetectorState, NDArray[np.float32]]]
-    ) -> list[tuple[NDArray[np.float32], DetectorState]]:
-        return [((np.abs(windows).mean(axis=1) > 0.01).astype(np.float32), state) for state, windows in batch]
 
 
 @dataclass

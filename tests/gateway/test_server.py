@@ -24,20 +24,11 @@ from gateway.session import DecodeJob, Session
 from models.scripted import ScriptedEngine, recite
 from streaming.engine import Chunk, EngineStream
 from streaming.transcript import Hypothesis
-from tests.serving import DEADLINE_S, HELLO, finals, finish, hear, is_freed, served, speech, tell
+from tests.serving import DEADLINE_S, HELLO, finals, finish, hear, is_freed, served, sessions_become, speech, tell
 from vad.detector import DetectorState
 from vad.energy import EnergyDetector
 
 pytestmark = pytest.mark.e2e
-
-
-def sessions_become(address: str, n_sessions: int) -> bool:
-    """Whether the server comes to count so many sessions."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline_s:
-        if json.load(urllib.request.urlopen(f"http://{address}/health", timeout=DEADLINE_S))["sessions"] == n_sessions:
-            return True
-    return False
 
 
 @pytest.fixture

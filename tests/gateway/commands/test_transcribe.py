@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,22 +17,10 @@ from gateway.commands.transcribe import Part, as_json, as_text, speech_regions, 
 from models import catalog
 from streaming.engine import DecodeOptions, UnsupportedOptionError
 from streaming.transcript import Word
+from tests.loudness import LoudnessDetector
 from vad.audio import SAMPLE_RATE_HZ, SpeechSpan
-from vad.detector import DetectorState
 
 RATE = SAMPLE_RATE_HZ
-
-
-class LoudnessDetector:
-    """Whatever is loud is speech."""
-
-    def initial_state(self) -> DetectorState:
-        return DetectorState(np.zeros(1, np.float32))
-
-    def score(
-        self, batch: Sequence[tuple[DetectorState, NDArray[np.float32]]]
-    ) -> list[tuple[NDArray[np.float32], DetectorState]]:
-        return [((np.abs(windows).mean(axis=1) > 0.1).astype(np.float32), state) for state, windows in batch]
 
 
 class CountingEngine:

@@ -3,9 +3,9 @@
 import jiwer
 from whisper_normalizer.english import EnglishTextNormalizer
 
-_normalise = EnglishTextNormalizer()
+normalised = EnglishTextNormalizer()
 
 
 def error_rate(reference: str, text: str) -> float:
     """Word errors for each word of ``reference``."""
-    return float(jiwer.wer(_normalise(reference), _normalise(text)))
+    return float(jiwer.wer(normalised(reference), normalised(text)))
