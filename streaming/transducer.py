@@ -139,6 +139,7 @@ class TransducerUtterance:
         self._end: End | None = None
         self._is_paused = False
         self._pause_is_due = False  # for its decode
+        self._was_asked_in_pause = False  # the last request
         self._pending: DecodeRequest | None = None
         self._n_failures = 0
         self.is_over = False
@@ -225,6 +226,7 @@ class TransducerUtterance:
         cutting = self._cutting(purpose)
         is_whole = self._is_whole(purpose)
         self._asked_sample = cutting.span.end_sample
+        self._was_asked_in_pause = self._is_paused
         self._pause_is_due = self._pause_is_due and purpose is not Purpose.PAUSE
         self._pending = DecodeRequest(
             purpose=purpose,
@@ -295,7 +297,8 @@ class TransducerUtterance:
         only it would have heard is lost.
         """
         request = self._take_pending()
-        self._pause_is_due = False
+        if self._was_asked_in_pause:  # one that began since still wants its decode
+            self._pause_is_due = False
         is_partial = request.purpose is Purpose.PARTIAL and not self._is_full(request)
         if is_partial or request.purpose is Purpose.PAUSE:
             return self._finish_if_complete()

@@ -272,6 +272,19 @@ def test_a_failed_decode_makes_the_next_chunk_longer() -> None:
     assert regions[-1].end_sample > decoded_sample + 2 * CHUNKING.chunk_samples
 
 
+def test_a_partial_that_fails_does_not_take_the_pause_behind_it_its_decode() -> None:
+    spoken = talk(steady("it was the best"))
+    spoken.utterance.heard(10_000)
+    request = spoken.take()
+    assert request is not None and request.purpose is Purpose.PARTIAL
+    spoken.utterance.heard(18_000)
+    spoken.utterance.paused()
+    spoken.answer(request, fails=True)
+    assert spoken.utterance.due() is Purpose.PAUSE
+    assert spoken.serve(fails=True)
+    assert spoken.utterance.due() is None, "an engine that keeps failing is not asked again in the same pause"
+
+
 def test_a_final_that_fails_is_asked_for_again_and_then_given_up() -> None:
     for n_failures, text in ((MAX_FAILURES - 1, " it was the best"), (MAX_FAILURES, "")):
         spoken = talk(steady("it was the best"))
