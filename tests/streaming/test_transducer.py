@@ -274,10 +274,10 @@ def test_a_failed_decode_makes_the_next_chunk_longer() -> None:
 
 def test_a_partial_that_fails_does_not_take_the_pause_behind_it_its_decode() -> None:
     spoken = talk(steady("it was the best"))
-    spoken.utterance.heard(10_000)
+    spoken.utterance.heard(20_000)
     request = spoken.take()
     assert request is not None and request.purpose is Purpose.PARTIAL
-    spoken.utterance.heard(18_000)
+    spoken.utterance.heard(30_000)
     spoken.utterance.paused()
     spoken.answer(request, fails=True)
     assert spoken.utterance.due() is Purpose.PAUSE
