@@ -5,6 +5,7 @@ RFC 7845). Does not know codecs, clocks or sockets. ``push`` raises ``ContainerE
 """
 
 import struct
+from dataclasses import dataclass
 
 MAX_ELEMENT_BYTES = 1 << 20  # of what is looked into; more is no live audio
 MAX_PACKET_BYTES = 1 << 16  # far above the longest that Opus has
@@ -13,8 +14,38 @@ _MAX_NAME_BYTES, _MAX_HEAD_BYTES = 32, 1 << 10  # of a codec: as much as is kept
 OPUS_RATE_HZ = 48_000  # of its clock, whatever was recorded
 
 
+_NS_PER_S = 1_000_000_000
+
+
 class ContainerError(Exception):
     """The bytes are not such a container, or hold something else than Opus; the message says what was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpusPacket:
+    """A packet, and where the container says that its sound begins: samples at 48 kHz from wherever it counts."""
+
+    data: bytes
+    at_sample: int
+
+    @property
+    def n_samples(self) -> int:
+        """How long its sound is, by its first byte or two (RFC 6716, section 3.1)."""
+        return _n_samples(self.data)
+
+
+def _n_samples(packet: bytes) -> int:
+    if not packet:
+        return 0
+    config, code = packet[0] >> 3, packet[0] & 3
+    if config < 12:  # SILK
+        frame_samples = (480, 960, 1_920, 2_880)[config & 3]
+    elif config < 16:  # both
+        frame_samples = (480, 960)[config & 1]
+    else:  # CELT
+        frame_samples = (120, 240, 480, 960)[config & 3]
+    n_frames = (1, 2, 2, packet[1] & 0x3F if len(packet) > 1 else 0)[code]
+    return frame_samples * n_frames
 
 
 class WebmOpus:
@@ -28,11 +59,13 @@ class WebmOpus:
         self._codecs: dict[int, tuple[str, bytes]] = {}  # by track: name, and what its decoder is told
         self._entry = _Entry()
         self._track: int | None = None
+        self._tick_ns = 1_000_000  # of the time codes
+        self._cluster_ticks = 0
 
-    def push(self, data: bytes) -> list[bytes]:
+    def push(self, data: bytes) -> list[OpusPacket]:
         """The packets that ``data`` completes."""
         self._buffer += data
-        packets: list[bytes] = []
+        packets: list[OpusPacket] = []
         while (element := self._next_element()) is not None:
             kind, body = element
             if (packet := self._take(kind, body)) is not None:
@@ -64,7 +97,7 @@ class WebmOpus:
         del self._buffer[: begin + size[0]]
         return kind[0], body
 
-    def _take(self, kind: int, body: bytes) -> bytes | None:
+    def _take(self, kind: int, body: bytes) -> OpusPacket | None:
         match kind:
             case 0xAE:  # TrackEntry
                 self._entry = _Entry()
@@ -76,6 +109,12 @@ class WebmOpus:
                 self._entry.head = body[:_MAX_HEAD_BYTES]
             case 0xA3 | 0xA1:  # SimpleBlock, Block
                 return self._block(body)
+            case 0x2AD7B1:  # TimestampScale
+                self._tick_ns = min(int.from_bytes(body[:8], "big"), _NS_PER_S)
+                return None
+            case 0xE7:  # Timestamp, of a cluster
+                self._cluster_ticks = int.from_bytes(body[:8], "big")
+                return None
             case _:
                 return None
         if self._entry.number is not None:
@@ -84,7 +123,7 @@ class WebmOpus:
                 raise ContainerError(f"the WebM stream has more than {MAX_TRACKS} tracks")
         return None
 
-    def _block(self, body: bytes) -> bytes | None:
+    def _block(self, body: bytes) -> OpusPacket | None:
         if self._track is None:
             self._track = self._opus_track()
         track = _number(bytearray(body[:8]), 0, keeps_marker=False)
@@ -94,7 +133,8 @@ class WebmOpus:
             return None
         if body[track[1] + 2] & 0x06:
             raise ContainerError("the WebM stream laces its blocks, which is not read live")
-        return body[track[1] + 3 :]
+        ticks = self._cluster_ticks + int(struct.unpack_from(">h", body, track[1])[0])
+        return OpusPacket(body[track[1] + 3 :], ticks * self._tick_ns * OPUS_RATE_HZ // _NS_PER_S)
 
     def _opus_track(self) -> int:
         for number, (codec, head) in self._codecs.items():
@@ -114,9 +154,9 @@ class _Entry:
 
 
 _MASTERS = frozenset(
-    {0x18538067, 0x1F43B675, 0x1654AE6B, 0xAE, 0xA0}
-)  # Segment, Cluster, Tracks, TrackEntry, BlockGroup
-_LEAVES = frozenset({0xD7, 0x86, 0x63A2, 0xA3, 0xA1})
+    {0x18538067, 0x1549A966, 0x1F43B675, 0x1654AE6B, 0xAE, 0xA0}
+)  # Segment, Info, Cluster, Tracks, TrackEntry, BlockGroup
+_LEAVES = frozenset({0xD7, 0x86, 0x63A2, 0xA3, 0xA1, 0x2AD7B1, 0xE7})
 
 
 def _number(buffer: bytearray, at: int, *, keeps_marker: bool) -> tuple[int, int] | None:
@@ -142,16 +182,25 @@ class OggOpus:
         self._packet = b""  # that goes on in the next page
         self._n_headers = 0  # of the stream, taken
 
-    def push(self, data: bytes) -> list[bytes]:
+    def push(self, data: bytes) -> list[OpusPacket]:
         """The packets that ``data`` completes."""
         self._buffer += data
-        packets: list[bytes] = []
+        packets: list[OpusPacket] = []
         while (page := self._next_page()) is not None:
-            packets += [packet for packet in self._packets_of(*page) if self._is_audio(packet)]
+            packets += self._timed(page, [packet for packet in self._packets_of(page) if self._is_audio(packet)])
         return packets
 
-    def _next_page(self) -> tuple[int, bytes, bytes] | None:
-        """Flags, lacing values and body of the next page."""
+    @staticmethod
+    def _timed(page: "_Page", packets: list[bytes]) -> list[OpusPacket]:
+        """A page says where the last packet that it completes ends."""
+        at_sample = page.end_sample - sum(map(_n_samples, packets))
+        timed: list[OpusPacket] = []
+        for packet in packets:
+            timed.append(OpusPacket(packet, at_sample))
+            at_sample += timed[-1].n_samples
+        return timed
+
+    def _next_page(self) -> "_Page | None":
         if not bytes(self._buffer[:4]).startswith(b"OggS"[: len(self._buffer)]):
             raise ContainerError("this is no Ogg stream")
         if len(self._buffer) < 27 or len(self._buffer) < 27 + self._buffer[26]:
@@ -161,19 +210,20 @@ class OggOpus:
         end = body_at + sum(lacing)
         if len(self._buffer) < end:
             return None
-        flags, body = self._buffer[5], bytes(self._buffer[body_at:end])
+        (end_sample,) = struct.unpack_from("<q", self._buffer, 6)
+        page = _Page(self._buffer[5], int(end_sample), lacing, bytes(self._buffer[body_at:end]))
         del self._buffer[:end]
-        return flags, lacing, body
+        return page
 
-    def _packets_of(self, flags: int, lacing: bytes, body: bytes) -> list[bytes]:
-        if flags & 0x02:  # a stream begins
+    def _packets_of(self, page: "_Page") -> list[bytes]:
+        if page.flags & 0x02:  # a stream begins
             self._n_headers = 0
-        if not flags & 0x01:  # nothing goes on from the page before
+        if not page.flags & 0x01:  # nothing goes on from the page before
             self._packet = b""
         packets: list[bytes] = []
         at = 0
-        for size in lacing:
-            self._packet += body[at : at + size]
+        for size in page.lacing:
+            self._packet += page.body[at : at + size]
             at += size
             if len(self._packet) > MAX_PACKET_BYTES:
                 raise ContainerError(f"a packet of the Ogg stream has more than {MAX_PACKET_BYTES} bytes")
@@ -190,6 +240,16 @@ class OggOpus:
             self.pre_skip_samples = _pre_skip(packet)
         self._n_headers += 1
         return self._n_headers > 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """A page of Ogg."""
+
+    flags: int
+    end_sample: int  # of the sound of the packets that it completes, at 48 kHz; -1 where it completes none
+    lacing: bytes
+    body: bytes
 
 
 def _pre_skip(head: bytes) -> int:

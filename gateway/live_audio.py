@@ -12,16 +12,21 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.containers import OPUS_RATE_HZ, ContainerError, OggOpus, WebmOpus
+from gateway.containers import OPUS_RATE_HZ, ContainerError, OggOpus, OpusPacket, WebmOpus
 from gateway.ingest import Ingest
 from gateway.pcm import AudioFormat
 from gateway.resample import Resampler
+from vad.audio import SAMPLE_RATE_HZ
 
 ACCEPTED = "WAV, and Opus in WebM or Ogg where senseway[media] is installed"
 MAX_WAV_HEADER_BYTES = 1 << 16
-MAX_PUSH_S = 60  # of Opus in one call: two bytes may stand for 0.12 s, and whoever decodes has others to serve
+MAX_PUSH_S = 20  # of Opus in one call: two bytes may stand for 0.12 s, and whoever decodes has others to serve
+GAP_TOLERANCE_S = 0.1  # by which a packet may be later than the end of the one before it
+MAX_GAP_S = 60  # a longer one is a pause of the recorder or a clock that jumped, not silence
+_DRIFT_SHARE = 0.01  # of a deviation that is no gap yet: two clocks may differ
 _SNIFF_BYTES = 4
 _G722_RATE_HZ = 16_000
+_OPUS_STEP = OPUS_RATE_HZ // SAMPLE_RATE_HZ  # input samples of one output
 
 Samples = NDArray[np.float32]  # [n], mono at 16 kHz
 
@@ -95,6 +100,7 @@ class ContainedOpus:
         self._decoder = PacketDecoder("libopus", OPUS_RATE_HZ)
         self._resampler = Resampler(OPUS_RATE_HZ)
         self._n_skipped = 0
+        self._due_sample: float | None = None  # where the next packet begins if nothing is left out
 
     def push(self, data: bytes) -> Samples:
         """See ``LiveDecoder``."""
@@ -102,15 +108,39 @@ class ContainedOpus:
             packets = self._container.push(data)
         except ContainerError as error:
             raise LiveAudioError(str(error)) from error
+        if sum(packet.n_samples for packet in packets) > MAX_PUSH_S * OPUS_RATE_HZ:
+            raise LiveAudioError(f"a frame of more than {MAX_PUSH_S} s of Opus; send it in shorter ones")
         parts = [np.zeros(0, np.float32)]
-        n_decoded = 0
+        n_silent = 0
         for packet in packets:
-            samples = self._decoder.decoded(packet)
-            n_decoded += len(samples)
-            if n_decoded > MAX_PUSH_S * OPUS_RATE_HZ:
-                raise LiveAudioError(f"a frame of more than {MAX_PUSH_S} s of Opus; send it in shorter ones")
+            n_silent += (gap_samples := self._gap_before(packet))
+            if n_silent > MAX_GAP_S * OPUS_RATE_HZ:
+                raise LiveAudioError(f"a frame with more than {MAX_GAP_S} s left out; send it in shorter ones")
+            if gap_samples:
+                parts.append(self._silence(gap_samples))
+            samples = self._decoder.decoded(packet.data)
+            if not len(samples):  # a damaged one is as long as it says
+                samples = np.zeros(packet.n_samples, np.float32)
             parts.append(self._resampler.push(self._without_pre_skip(samples)))
         return np.concatenate(parts)
+
+    def _gap_before(self, packet: OpusPacket) -> int:
+        """Samples at 48 kHz that the recorder left out before a packet, where it found silence say; 0 for none."""
+        late_samples = 0.0 if self._due_sample is None else packet.at_sample - self._due_sample
+        is_gap = GAP_TOLERANCE_S * OPUS_RATE_HZ < late_samples <= MAX_GAP_S * OPUS_RATE_HZ
+        is_jump = self._due_sample is None or is_gap or abs(late_samples) > GAP_TOLERANCE_S * OPUS_RATE_HZ
+        begin = packet.at_sample if is_jump else packet.at_sample - (1 - _DRIFT_SHARE) * late_samples
+        self._due_sample = begin + packet.n_samples
+        return int(late_samples) if is_gap else 0
+
+    def _silence(self, n_samples: int) -> Samples:
+        """As many samples of silence at 48 kHz, for next to nothing: a new resampler goes on behind them."""
+        n_before = self._resampler.n_in
+        n_after = n_before + n_samples - (n_before + n_samples) % _OPUS_STEP  # where an output falls on an input
+        rest = self._resampler.flush()
+        n_out = self._resampler.output_position(n_after) - self._resampler.output_position(n_before)
+        self._resampler = Resampler(OPUS_RATE_HZ)
+        return np.concatenate([rest, np.zeros(n_out, np.float32)])
 
     def flush(self) -> Samples:
         """See ``LiveDecoder``."""

@@ -39,6 +39,7 @@ from gateway.doors.telephony_dialects import (
     Media,
     Told,
     Unreadable,
+    Unsupported,
     audiosocket,
     audiosocket_rate,
     freeswitch_call,
@@ -55,6 +56,7 @@ NAME = "telephony"
 RESUMES = False
 PATH = "/telephony/"
 FREESWITCH_SUBPROTOCOL = "audio.drachtio.org"
+MAX_CODED_BYTES = 16_000  # of a frame that is decoded at once: 2 s of G.722, where carriers send 20 ms
 MAX_TRACKS = 2  # the caller's and the callee's
 _SILENCE = {"mulaw": b"\xff", "alaw": b"\xd5", "s16le": b"\0\0", "f32le": bytes(4)}
 CODECS: Mapping[str, Callable[[], LiveDecoder]] = {"g722": g722, "opus": opus_packets}
@@ -86,6 +88,7 @@ class TelephonyDoor:
         self._decoders: dict[str, LiveDecoder] = {}  # of tracks in a codec
         self._codec: Callable[[], LiveDecoder] | None = None
         self._n_over = 0
+        self._is_early_told = False  # that audio comes before its call has begun
         self._is_ending = False
 
     # ------------------------------------------------------------------ the connection
@@ -136,6 +139,8 @@ class TelephonyDoor:
                 return [self._publish(kind, value=value)]
             case Unreadable(why):
                 return [self._publish("warning", message=why)]
+            case Unsupported(why):
+                return self._unsupported(why)
             case CallStopped():
                 return self._end()
 
@@ -143,15 +148,16 @@ class TelephonyDoor:
         if self._call is not None:
             return [self._publish("warning", message="the call was begun twice; the first beginning holds")]
         if call.audio.encoding in CODECS and not has_codecs():
-            said = f"{call.audio.encoding} is not decoded here, where senseway[media] is not installed"
-            return [self._publish("warning", message=said), Close(1003, "unsupported audio")]
+            return self._unsupported(
+                f"{call.audio.encoding} is not decoded here, where senseway[media] is not installed"
+            )
         self._codec = CODECS.get(call.audio.encoding)
         if self._codec is not None:
             call = replace(call, audio=AudioSpec("f32le", SAMPLE_RATE_HZ))
         try:
             AudioFormat(call.audio.encoding, call.audio.sample_rate_hz, call.audio.channels)
         except ValueError as error:
-            return [self._publish("warning", message=str(error)), Close(1003, "unsupported audio")]
+            return self._unsupported(str(error))
         self._call, self._call_id = call, call.call_id
         effects: list[DoorEffect] = [
             self._publish("call_started", provider=self._provider, parameters=dict(call.parameters))
@@ -160,6 +166,9 @@ class TelephonyDoor:
             for track in call.tracks:
                 effects += self._open(track)
         return effects
+
+    def _unsupported(self, why: str) -> list[DoorEffect]:
+        return [self._publish("warning", message=why), Close(1003, "unsupported audio")]
 
     def _open(self, track: str) -> Sequence[DoorEffect]:
         assert self._call is not None
@@ -189,13 +198,17 @@ class TelephonyDoor:
 
     def _media(self, media: Media) -> Sequence[DoorEffect]:
         if self._call is None:
-            return [self._publish("warning", message="audio before the call was begun")]
+            was_told, self._is_early_told = self._is_early_told, True
+            return [] if was_told else [self._publish("warning", message="audio before the call was begun")]
         if self._call.audio.channels > 1:  # every track hears its own channel of the same frames
             return [Tell(index, Audio(media.data)) for index in self._tracks.values() if media.data]
         if media.track not in self._tracks and len(self._tracks) >= MAX_TRACKS:
             return [
                 self._publish("warning", message=f"a call has {MAX_TRACKS} legs at most; {media.track!r} is left out")
             ]
+        if self._codec is not None and len(media.data) > MAX_CODED_BYTES:
+            said = f"a frame of {len(media.data)} bytes is left out; those of a codec have {MAX_CODED_BYTES} at most"
+            return [self._publish("warning", message=said)]
         effects = [] if media.track in self._tracks else [*self._open(media.track)]
         data = self._orders[media.track].push(media.data, media.number, media.timestamp_ms)
         return [*effects, *([Tell(self._tracks[media.track], Audio(data))] if data else [])]

@@ -47,6 +47,13 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A call whose audio is not decoded here: nothing would come of it."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallStopped:
     """The call is over."""
 
@@ -60,7 +67,7 @@ class Unreadable:
 
 MAX_NUMBER = 1 << 53  # of a carrier's
 MAX_PARAMETERS = 64  # of a call
-Heard: TypeAlias = CallStarted | Media | Told | CallStopped | Unreadable
+Heard: TypeAlias = CallStarted | Media | Told | CallStopped | Unreadable | Unsupported
 Dialect: TypeAlias = Callable[[Frame, Knock], Sequence[Heard]]
 
 _ENCODINGS = {
@@ -138,7 +145,7 @@ def _format(given: Mapping[str, Any], encoding: str, rate: str) -> AudioSpec | N
 
 def _started(call_id: Any, audio: AudioSpec | None, given: Any, parameters: Any) -> Heard:
     if audio is None:
-        return Unreadable(f"audio in a format that is not decoded here: {_strings(given)}")
+        return Unsupported(f"audio in a format that is not decoded here: {_strings(given)}")
     return CallStarted(_text(call_id or "unnamed"), audio, _strings(parameters))
 
 

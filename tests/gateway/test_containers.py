@@ -10,7 +10,7 @@ import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.containers import ContainerError, OggOpus, WebmOpus
+from gateway.containers import ContainerError, OggOpus, OpusPacket, WebmOpus
 from tests.encoding import encoded
 
 KINDS = {"webm": WebmOpus, "ogg": OggOpus}
@@ -22,7 +22,7 @@ def sound(kind: str, codec: str = "libopus") -> bytes:
     return encoded((0.3 * np.sin(2 * np.pi * 300 * t_s)).astype(np.float32)[:, None], kind, codec, 48_000)
 
 
-def pushed(kind: str, data: bytes, n_bytes: int) -> list[bytes]:
+def pushed(kind: str, data: bytes, n_bytes: int) -> list[OpusPacket]:
     container = KINDS[kind]()
     return [packet for at in range(0, len(data), n_bytes) for packet in container.push(data[at : at + n_bytes])]
 
@@ -31,8 +31,14 @@ def pushed(kind: str, data: bytes, n_bytes: int) -> list[bytes]:
 @pytest.mark.parametrize("n_bytes", [1, 100, 1 << 20])
 def test_packets_are_those_of_ffmpegs_reader_however_the_bytes_are_cut(kind: str, n_bytes: int) -> None:
     with av.open(io.BytesIO(sound(kind))) as file:
-        expected = [bytes(packet) for packet in file.demux(audio=0) if packet.size]
-    assert pushed(kind, sound(kind), n_bytes) == expected
+        packets = [packet for packet in file.demux(audio=0) if packet.size]
+        expected = [(bytes(packet), round(packet.pts * packet.time_base * 48_000)) for packet in packets]
+    found = pushed(kind, sound(kind), n_bytes)
+    assert [packet.data for packet in found] == [data for data, _ in expected]
+    begin = found[0].at_sample - expected[0][1]  # FFmpeg counts from behind the silence before the sound
+    # Ogg's last page says where the sound ends, which is before its last packet does.
+    for packet, (_, at_sample) in list(zip(found, expected, strict=True))[:-20]:
+        assert packet.at_sample - begin == pytest.approx(at_sample, abs=48)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,3 +114,19 @@ def test_random_bytes_are_refused_or_waited_for(kind: str, data: bytes) -> None:
         assert pushed(kind, data, 7) == []
     except ContainerError:
         pass
+
+
+@pytest.mark.parametrize(("frame_ms", "code"), [(20, 0), (60, 0), (2.5, 0), (20, 1), (20, 3)])
+def test_a_packet_says_how_long_it_is(frame_ms: float, code: int) -> None:
+    config = {20: 1, 60: 3, 2.5: 28}[frame_ms]
+    packet = OpusPacket(bytes([config << 3 | code, 5]), 0)
+    assert packet.n_samples == round(frame_ms * 48) * {0: 1, 1: 2, 3: 5}[code]
+    assert OpusPacket(b"", 0).n_samples == OpusPacket(bytes([3]), 0).n_samples == 0
+
+
+def test_time_codes_are_those_of_their_cluster_in_ticks_of_the_files_own() -> None:
+    head = b"\x1aE\xdf\xa3\x80" + b"\x15I\xa9f\x80" + b"*\xd7\xb1\x83" + (500_000).to_bytes(3, "big")
+    cluster = b"\x1fC\xb6u\x80\xe7\x82" + (4_000).to_bytes(2, "big")
+    block = b"\xa3\x86\x81" + (-20).to_bytes(2, "big", signed=True) + b"\0" + b"\x08\x00"
+    [packet] = WebmOpus().push(head + track(1, b"A_OPUS") + cluster + block)
+    assert packet.at_sample == (4_000 - 20) * 24 and packet.data == b"\x08\x00"

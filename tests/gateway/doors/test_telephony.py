@@ -334,6 +334,22 @@ def test_a_codec_that_is_not_decoded_is_told(world) -> None:
     call = Call("telnyx", [json.dumps({"event": "start", "start": start})], ["{}"], None, None, [])
     simulation = simulate(world, world.make_scene([0.5]), call, is_cut=True)
     assert any("AMR-WB" in item.event.get("message", "") for item in simulation.published)
+    assert Close(1003, "unsupported audio") in [item.frame for item in simulation.told]
+
+
+def test_audio_without_a_call_is_told_once(world) -> None:
+    media = json.dumps(media_of(bytes(160), track="inbound"))
+    simulation = simulate(world, world.make_scene([0.5]), Call("twilio", [], [media] * 50, None, None, []), is_cut=True)
+    assert kinds(simulation).count("warning") == 1
+
+
+def test_a_frame_of_a_codec_that_unpacks_to_minutes_is_left_out_and_the_call_goes_on(world) -> None:
+    scene = world.make_scene([0.5, 2, 1.5])
+    first = ["MEDIA_START connection_id:U channel:x channel_id:C1 format:g722 optimal_frame_size:160 ptime:20"]
+    frames = [bytes(500_000), *packets(voiced(scene.samples, 16_000), "g722", 16_000)]
+    simulation = simulate(world, scene, Call("asterisk", first, frames, None, None, []), is_cut=True)
+    assert finals(simulation) == ["w0 w1"]
+    assert any("500000 bytes" in item.event.get("message", "") for item in simulation.published)
 
 
 def test_the_language_of_the_call_reaches_the_engine(world) -> None:
