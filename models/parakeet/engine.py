@@ -16,7 +16,7 @@ from torch import Tensor
 from streaming.capability import Capability
 from streaming.engine import Chunk, DecodeOptions, EngineStream, ModelCard, StreamWarning, TransducerContext
 from streaming.transcript import Hypothesis, Quality, Word
-from vad.audio import SpeechSpan, exact_div
+from vad.audio import exact_div
 
 from ..backends import BackendError, Backends
 from ..store import ModelFiles
@@ -26,7 +26,7 @@ from .config import FRAME_SAMPLES, ParakeetConfig
 from .features import MIN_SAMPLES
 from .greedy import Emission, TransducerState
 from .recording import TranscribedPart, parts_of, recording_chunks
-from .tokens import Pieces, TimedToken, split_words, words_of
+from .tokens import Pieces, TimedToken, n_words_of, split_words, words_of
 
 # Digital silence added behind what may be the end: none. It shifts the features of the speech, which are normalised
 # over the whole buffer, and keeps no more last words at a flush (benchmarks/results/parakeet_streaming.md).
@@ -239,13 +239,14 @@ class ParakeetEngine:
         n_settled = len(stays) if _is_last(chunk) else max(0, len(stays) - 1)
         return Outcome(
             Hypothesis(
-                tuple(_inside(word, chunk.span) for word in words_of(groups, self._pieces)),
+                # A last duration may reach beyond the audio, and a token lie in the padding.
+                words_of(groups, self._pieces, ends_at=chunk.span.end_sample),
                 self._language,
                 _quality([token.logprob for group in groups for token in group]),
-                n_settled=len(words_of(groups[:n_settled], self._pieces)),
+                n_settled=n_words_of(groups[:n_settled], self._pieces),
             ),
             state,
-            open_word=() if n_settled == len(stays) else stays[-1],
+            open_word=() if n_settled == len(stays) else tuple(stays[-1]),
             decoded_sample=heard.behind_start_sample,
         )
 
@@ -337,13 +338,6 @@ def _timed(emissions: Sequence[Emission], start_sample: int) -> list[TimedToken]
         )
         for emission in emissions
     ]
-
-
-def _inside(word: Word, span: SpeechSpan) -> Word:
-    """The word with no time behind the audio: a last duration may reach beyond it, and a token lie in the padding."""
-    assert word.start_sample is not None and word.end_sample is not None, "a transducer's words have times"
-    end_sample = span.end_sample
-    return replace(word, start_sample=min(word.start_sample, end_sample), end_sample=min(word.end_sample, end_sample))
 
 
 def _quality(logprobs: Sequence[float]) -> Quality | None:

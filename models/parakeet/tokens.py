@@ -6,11 +6,10 @@ model), and which of them are no text. Does not know the network, nor which word
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
 from math import exp
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -36,6 +35,14 @@ class Pieces:
     """What each token is written as: a leading space begins a word, ``None`` is no text. The blank is the latter."""
 
     texts: tuple[str | None, ...]  # by token id
+    # What follows from each, known beforehand: it is asked for every token that is heard.
+    begin_words: tuple[bool, ...] = field(init=False, repr=False, compare=False)
+    are_marks: tuple[bool, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Look at every text."""
+        object.__setattr__(self, "begin_words", tuple(_begins_word(text or "") for text in self.texts))
+        object.__setattr__(self, "are_marks", tuple(_is_made_of(text or "", MARKS) for text in self.texts))
 
     @staticmethod
     def of(pieces: Mapping[int, str], *, n_tokens: int, blank_id: int, source: str) -> "Pieces":
@@ -123,8 +130,7 @@ def read_sentencepiece(model: bytes, *, source: str) -> dict[int, str]:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TimedToken:
+class TimedToken(NamedTuple):  # which takes a third of a frozen dataclass's time to make
     """A token on the session's axis; it ends where its duration does."""
 
     token_id: int
@@ -133,31 +139,42 @@ class TimedToken:
     logprob: float
 
 
-def split_words(tokens: Sequence[TimedToken], pieces: Pieces) -> list[tuple[TimedToken, ...]]:
+def split_words(tokens: Sequence[TimedToken], pieces: Pieces) -> list[list[TimedToken]]:
     """The tokens of each word, in order; those that are no text are left out."""
-    spoken = [token for token in tokens if pieces.texts[token.token_id] is not None]
-    begins = [i for i, token in enumerate(spoken) if i == 0 or _begins_word(_text_of(token, pieces))]
-    return [tuple(spoken[begin:end]) for begin, end in pairwise([*begins, len(spoken)])]
+    words: list[list[TimedToken]] = []
+    for token in tokens:
+        if pieces.texts[token.token_id] is None:
+            continue
+        if not words or pieces.begin_words[token.token_id]:
+            words.append([])
+        words[-1].append(token)
+    return words
 
 
-def words_of(groups: Sequence[Sequence[TimedToken]], pieces: Pieces) -> tuple[Word, ...]:
+def words_of(groups: Sequence[Sequence[TimedToken]], pieces: Pieces, *, ends_at: int | None = None) -> tuple[Word, ...]:
     """Each group as one word. Its time is that of its letters, for marks are placed anywhere behind them.
 
-    The last token of a word may have no duration; it is given a frame, unless the next word begins before.
+    The last token of a word may have no duration; it is given a frame, unless the next word begins before. No time lies
+    behind ``ends_at``.
     """
     words = []
     for index, group in enumerate(groups):
-        letters = [token for token in group if not _is_made_of(_text_of(token, pieces), MARKS)] or group
+        text = "".join([pieces.texts[token.token_id] or "" for token in group])
+        if not text.strip():
+            continue
+        letters = [token for token in group if not pieces.are_marks[token.token_id]] or group
         start, end = letters[0].start_sample, letters[-1].end_sample
         if end == start:
             end = min([start + FRAME_SAMPLES, *(following[0].start_sample for following in groups[index + 1 :][:1])])
-        confidence = sum(exp(token.logprob) for token in group) / len(group)
-        words.append(Word("".join(_text_of(token, pieces) for token in group), start, end, confidence))
-    return tuple(word for word in words if word.text.strip())
+        if ends_at is not None:
+            start, end = min(start, ends_at), min(end, ends_at)
+        words.append(Word(text, start, end, sum([exp(token.logprob) for token in group]) / len(group)))
+    return tuple(words)
 
 
-def _text_of(token: TimedToken, pieces: Pieces) -> str:
-    return pieces.texts[token.token_id] or ""
+def n_words_of(groups: Sequence[Sequence[TimedToken]], pieces: Pieces) -> int:
+    """How many words ``words_of`` makes of them."""
+    return sum(any((pieces.texts[token.token_id] or "").strip() for token in group) for group in groups)
 
 
 def _begins_word(text: str) -> bool:
