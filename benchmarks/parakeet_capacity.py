@@ -140,7 +140,7 @@ def no_turn_detector() -> None:
 def serve(port: int, *, model: str, backend: str, left_ms: int, right_ms: int, workers: int) -> None:
     """A gateway with ``model``, random weights if it is empty, until it is killed."""
     from gateway.app import UvicornServer, build_app, default_detector, uvicorn_config
-    from gateway.config import Config, ServerConfig
+    from gateway.config import Config, ServerConfig, SessionConfig
     from gateway.keys import Keys
     from gateway.workers import WorkerParts, run
     from models.backends import Backends, Offer
@@ -149,7 +149,7 @@ def serve(port: int, *, model: str, backend: str, left_ms: int, right_ms: int, w
 
     logging.basicConfig(level=logging.INFO)
     spent = Spent()
-    context = replace(CONTEXT, left_samples=left_ms * 16, right_samples=right_ms * 16)
+    context = replace(CONTEXT, right_samples=right_ms * 16)
     if model:
         real = load_engine(model)
         assert isinstance(real, ParakeetEngine), f"{model} is no Parakeet"
@@ -158,7 +158,11 @@ def serve(port: int, *, model: str, backend: str, left_ms: int, right_ms: int, w
         backends, spelt = Backends([Offer(backend, lambda: open_backend(backend))], model=MODEL), pieces()
     backends.current = TimedBackend(backends.current, spent)
     engine = ParakeetEngine(backends, spelt, name=model or MODEL, languages=("en",), context=context)
-    config = Config(models=(engine.card.name,), server=ServerConfig(port=port, workers=workers, max_sessions=10_000))
+    config = Config(
+        models=(engine.card.name,),
+        server=ServerConfig(port=port, workers=workers, max_sessions=10_000),
+        session=SessionConfig(left_context_ms=left_ms),
+    )
     engines = {engine.card.name: Marking(engine, spent)}
     if workers > 1:
         run(WorkerParts(config, Keys(), default_detector, no_turn_detector), engines, lambda: None)

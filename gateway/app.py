@@ -326,16 +326,17 @@ def uvicorn_config(config: Config, app: Starlette) -> uvicorn.Config:
 
 def _check_chunks(config: Config, engines: Mapping[str, SpeechEngine]) -> None:
     for name, engine in engines.items():
-        if engine.card.transducer is None or not config.session.chunk_ms:
+        if engine.card.transducer is None:
             continue
         try:
             chunking_of(
                 engine.card.transducer,
                 engine.card.max_window_samples,
-                chunk_samples=samples_from_ms(config.session.chunk_ms),
+                chunk_samples=samples_from_ms(config.session.chunk_ms) or None,
+                left_samples=samples_from_ms(config.session.left_context_ms) or None,
             )
         except ValueError as error:
-            raise ConfigError(f"session.chunk_ms with model {name}: {error}") from error
+            raise ConfigError(f"session.chunk_ms or left_context_ms with model {name}: {error}") from error
 
 
 def _check_capabilities(config: Config, engines: Mapping[str, SpeechEngine]) -> None:

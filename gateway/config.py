@@ -89,6 +89,7 @@ class SessionConfig:
     commit_policy: CommitPolicy = CommitPolicy.AGREEMENT  # when words of a partial are settled
     # Of models that decode in chunks; others take no notice.
     chunk_ms: int = 0  # 160..2000, whole frames of the model; 0: what the model recommends
+    left_context_ms: int = 0  # 80..30000, whole frames; heard again before a chunk, less is quicker; 0: recommended
     second_pass: bool = False  # finals are decoded once more in one piece, and nothing is settled before
 
     def __post_init__(self) -> None:
@@ -98,6 +99,8 @@ class SessionConfig:
         _check_range("resume_window_s", self.resume_window_s, 0, 3_600, " s")
         if self.chunk_ms:
             _check_range("chunk_ms", self.chunk_ms, MIN_CHUNK_MS, MAX_CHUNK_MS, " ms, or 0")
+        if self.left_context_ms:
+            _check_range("left_context_ms", self.left_context_ms, 80, 30_000, " ms, or 0")
 
 
 class TurnModel(StrEnum):

@@ -569,7 +569,7 @@ class Session:
             raise ClientError("unknown_model", f"no model {name!r} here; there are {', '.join(self._models)}")
         card = self._models[name].card
         negotiated = _negotiate(card, _or(hello.require, ()), _or(hello.prefer, ()))
-        settings = _settings_from(hello, self._settings, card, self._config.partial_interval_ms, self._turn_model)
+        settings = _settings_from(hello, self._settings, card, self._config, self._turn_model)
         self._ingest = ingest
         self._settings = self._newest_settings = settings
         self._gate = Gate(settings.gate)
@@ -596,7 +596,7 @@ class Session:
     def _changed(self, settings: StreamSettings, update: Update) -> StreamSettings:
         assert self._ready is not None
         card = self._models[self._ready.model].card
-        return _settings_from(update, settings, card, self._config.partial_interval_ms, self._turn_model)
+        return _settings_from(update, settings, card, self._config, self._turn_model)
 
     def _open_stream(self, options: DecodeOptions) -> Effect:
         assert self._ready is not None
@@ -928,7 +928,7 @@ def _negotiate(card: ModelCard, require: Iterable[str], prefer: Iterable[str]) -
 
 
 def _settings_from(
-    message: Hello | Update, base: StreamSettings, card: ModelCard, usual_interval_ms: int, turn_model: str | None
+    message: Hello | Update, base: StreamSettings, card: ModelCard, config: SessionConfig, turn_model: str | None
 ) -> StreamSettings:
     """``base`` with what ``message`` says, checked against what the model can do."""
     task = _or(message.task, base.options.task)
@@ -961,22 +961,23 @@ def _settings_from(
         second_pass=_or(message.second_pass, base.second_pass),
     )
     if card.transducer is not None:
-        return replace(settings, chunking=_chunking_from(settings, card, card.transducer, usual_interval_ms))
+        return replace(settings, chunking=_chunking_from(settings, card, card.transducer, config))
     if chosen := [name for name in ("chunk_ms", "second_pass") if _or(getattr(message, name), None)]:
         raise ClientError("unsupported_option", f"{card.name} does not decode in chunks, which {chosen[0]} is about")
     return settings
 
 
 def _chunking_from(
-    settings: StreamSettings, card: ModelCard, context: TransducerContext, usual_interval_ms: int
+    settings: StreamSettings, card: ModelCard, context: TransducerContext, config: SessionConfig
 ) -> Chunking:
     """Partials come with every chunk; who wants fewer of them than usual gets longer chunks."""
-    wants_fewer = settings.partial_interval_ms > usual_interval_ms
+    wants_fewer = settings.partial_interval_ms > config.partial_interval_ms
     try:
         return chunking_of(
             context,
             card.max_window_samples,
             chunk_samples=None if settings.chunk_ms is None else samples_from_ms(settings.chunk_ms),
+            left_samples=samples_from_ms(config.left_context_ms) or None,
             interval_samples=samples_from_ms(settings.partial_interval_ms) if wants_fewer else 0,
             second_pass=settings.second_pass,
         )

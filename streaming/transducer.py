@@ -50,31 +50,38 @@ def chunking_of(
     max_window_samples: int,
     *,
     chunk_samples: int | None = None,
+    left_samples: int | None = None,
     interval_samples: int = 0,
     second_pass: bool = False,
 ) -> Chunking:
     """The model's recommendation with what a caller chose instead; chunks last ``interval_samples`` at least.
 
     Raises:
-        ValueError: for a chunk that is not whole frames or outside what the model takes; says in ms what is accepted.
+        ValueError: for a chunk or left context that is not whole frames or outside what the model takes; says in ms
+            what is accepted.
     """
-    if chunk_samples is None:
-        chunk_samples = context.chunk_samples
-    low, high, frame_samples = context.min_chunk_samples, context.max_chunk_samples, context.frame_samples
-    below = whole_frames(chunk_samples, frame_samples)
-    if not low <= chunk_samples <= high:
-        raise ValueError(f"{_ms(chunk_samples)} ms is no chunk of this model; {_ms(low)} to {_ms(high)} are")
-    if below != chunk_samples:
-        near = f"{_ms(below)} or {_ms(below + frame_samples)}"
-        raise ValueError(f"{_ms(chunk_samples)} ms is not whole frames of {_ms(frame_samples)} ms; take {near}")
+    chunk_samples = context.chunk_samples if chunk_samples is None else chunk_samples
+    left_samples = context.left_samples if left_samples is None else left_samples
+    frame_samples, longest = context.frame_samples, context.max_chunk_samples
+    _check("chunk", chunk_samples, context.min_chunk_samples, longest, frame_samples)
+    _check("left context", left_samples, 0, max_window_samples - longest - context.right_samples, frame_samples)
     return Chunking(
         frame_samples=frame_samples,
-        left_samples=context.left_samples,
+        left_samples=left_samples,
         chunk_samples=max(chunk_samples, whole_frames(interval_samples + frame_samples - 1, frame_samples)),
         right_samples=context.right_samples,
         max_window_samples=max_window_samples,
         second_pass=second_pass,
     )
+
+
+def _check(name: str, n_samples: int, low: int, high: int, frame_samples: int) -> None:
+    if not low <= n_samples <= high:
+        raise ValueError(f"{_ms(n_samples)} ms is no {name} of this model; {_ms(low)} to {_ms(high)} are")
+    below = whole_frames(n_samples, frame_samples)
+    if below != n_samples:
+        near = f"{_ms(below)} or {_ms(below + frame_samples)}"
+        raise ValueError(f"{_ms(n_samples)} ms is not whole frames of {_ms(frame_samples)} ms; take {near}")
 
 
 def _ms(n_samples: int) -> str:

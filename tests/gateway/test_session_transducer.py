@@ -237,5 +237,25 @@ def test_a_chunk_in_the_configuration_is_checked_against_range_and_model(world) 
     with pytest.raises(ConfigError, match="chunk_ms is 100"):
         load({"session.chunk_ms": "100"}, environ={})
     config = load({"session.chunk_ms": "500"}, environ={})
-    with pytest.raises(ConfigError, match="session.chunk_ms with model scripted-transducer: 500 ms is not whole"):
+    with pytest.raises(
+        ConfigError, match="chunk_ms or left_context_ms with model scripted-transducer: 500 ms is not whole"
+    ):
         build_app(config, {"scripted-transducer": engine_of(world.make_scene([1]))}, world.Detector())
+
+
+def test_a_deployment_may_have_less_heard_again_before_a_chunk(world) -> None:
+    lefts = []
+    for left_context_ms in (0, 800):
+        engine = engine_of(scene := world.make_scene([0.5, 20, 1.0]))
+        decode = engine.decode
+
+        def keeping(batch, decode=decode):
+            lefts.extend(chunk.left_context_samples for _, chunk in batch)
+            return decode(batch)
+
+        engine.decode = keeping
+        simulation = world.simulation(engine, left_context_ms=left_context_ms)
+        inputs = [(0.0, world.hello), *world.packets(scene.pcm()), (len(scene.samples) / SAMPLE_RATE_HZ, BYE)]
+        assert text(of(simulation.run(inputs), m.Final)) == said(scene)
+        assert max(lefts) == (10 * FRAME_SAMPLES if left_context_ms else 30 * FRAME_SAMPLES)
+        lefts.clear()

@@ -43,6 +43,15 @@ def test_a_chunk_is_whole_frames_inside_what_the_model_takes() -> None:
         chunking_of(CONTEXT, MAX_WINDOW_SAMPLES, chunk_samples=FRAME_SAMPLES)
 
 
+def test_a_shorter_left_context_can_be_chosen_in_whole_frames_that_leave_room_for_the_rest() -> None:
+    assert chunking_of(CONTEXT, MAX_WINDOW_SAMPLES).left_samples == CONTEXT.left_samples
+    assert chunking_of(CONTEXT, MAX_WINDOW_SAMPLES, left_samples=0).left_samples == 0
+    with pytest.raises(ValueError, match="500 ms is not whole frames of 80 ms; take 480 or 560"):
+        chunking_of(CONTEXT, MAX_WINDOW_SAMPLES, left_samples=samples_from_ms(500))
+    with pytest.raises(ValueError, match="38000 ms is no left context of this model; 0 to 37200 are"):
+        chunking_of(CONTEXT, MAX_WINDOW_SAMPLES, left_samples=samples_from_ms(38_000))
+
+
 def test_who_wants_fewer_partials_gets_longer_chunks_of_whole_frames() -> None:
     chunking = chunking_of(CONTEXT, MAX_WINDOW_SAMPLES, interval_samples=samples_from_ms(900))
     assert chunking.chunk_samples == 12 * FRAME_SAMPLES
