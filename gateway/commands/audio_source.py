@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from gateway.client_session import AudioFormat
+from gateway.commands.extras import how_to_install
 from gateway.commands.failure import CommandError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ async def _microphone() -> AsyncIterator[bytes]:
         import sounddevice  # an optional extra
     except (ImportError, OSError) as error:  # OSError: the package is there, the system's PortAudio is not
         raise CommandError(
-            f"no microphone support ({error}): pip install 'senseway[mic]', and PortAudio from the system's packages"
+            f"no microphone support ({error}): {how_to_install('mic')}, and PortAudio from the system's packages"
             " (libportaudio2 on Debian and Ubuntu)"
         ) from error
     loop = asyncio.get_running_loop()

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from re import match
 
+from gateway.commands.extras import how_to_install
 from gateway.commands.models import here
 from gateway.commands.serve import listening_problem
 from gateway.config import Config, ConfigError, load
@@ -81,7 +82,7 @@ def _package(name: str, extra: str | None) -> Finding:
     except PackageNotFoundError:
         if extra is None:
             return Finding(Verdict.FAILS, name, "not installed")
-        return Finding(Verdict.LESS, name, f"not installed; pip install 'senseway[{extra}]' brings it")
+        return Finding(Verdict.LESS, name, f"not installed; {how_to_install(extra)}")
 
 
 def processor() -> Iterator[Finding]:
@@ -169,7 +170,7 @@ def microphone() -> Iterator[Finding]:
     try:
         import sounddevice  # an optional extra
     except ImportError:
-        yield Finding(Verdict.LESS, "microphone", "needs sounddevice; pip install 'senseway[mic]' brings it")
+        yield Finding(Verdict.LESS, "microphone", f"needs sounddevice; {how_to_install('mic')}")
         return
     except OSError as error:
         yield Finding(Verdict.LESS, "microphone", f"{error}; on Debian and Ubuntu: apt-get install libportaudio2")

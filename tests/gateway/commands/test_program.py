@@ -56,6 +56,14 @@ def test_ctrl_c_is_exit_code_130_without_a_traceback(
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_a_recordings_file_is_named_when_it_is_pulled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pull, "recording", lambda name: Path("kept") / f"{name}.wav")
+    assert run(["pull", "two_cities"]) == 0
+    assert capsys.readouterr().out == f"two_cities: {Path('kept/two_cities.wav')}\n"
+
+
 def test_a_reader_that_leaves_is_no_failure() -> None:
     command = f"{sys.executable} -m gateway models | head -c 1"
     done = subprocess.run(

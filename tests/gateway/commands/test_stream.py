@@ -3,6 +3,7 @@
 import asyncio
 import io
 import math
+import re
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from gateway.client import AudioFormat, Ready
 from gateway.client_events import Chunking, Engine, Limits
 from gateway.commands import stream
 from gateway.commands.audio_source import AudioSource, as_s16le, open_source
+from gateway.commands.extras import how_to_install
 from gateway.commands.failure import CommandError
 from gateway.commands.program import parser, run
 
@@ -164,5 +166,5 @@ def test_samples_beyond_full_scale_are_clipped_not_wrapped() -> None:
 
 def test_a_microphone_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sounddevice", None)
-    with pytest.raises(CommandError, match=r"pip install 'senseway\[mic\]'"):
+    with pytest.raises(CommandError, match=re.escape(how_to_install("mic"))):
         asyncio.run(collected(open_source("mic", raw=None)))
