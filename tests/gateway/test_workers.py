@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect, unix_connect
 
 from gateway.config import Config, ServerConfig, SessionConfig
@@ -46,13 +46,13 @@ def no_turn_detector() -> None:
 class Fleet:
     """A server of two workers, watched on a thread."""
 
-    def __init__(self, engine: SpeechEngine, **server: object) -> None:
+    def __init__(self, engine: SpeechEngine, *, keys: Sequence[str] = (), **server: object) -> None:
         config = Config(
             models=(engine.card.name,),
             server=ServerConfig(port=0, workers=2, **server),  # type: ignore[arg-type]
             session=SessionConfig(resume_window_s=30),
         )
-        parts = WorkerParts(config, Keys(), EnergyDetector, no_turn_detector)
+        parts = WorkerParts(config, Keys(keys), EnergyDetector, no_turn_detector)
         self.workers = Workers(parts, {engine.card.name: engine})
         self.failure: WorkersError | None = None
         self.thread = threading.Thread(target=self._watch)
@@ -64,9 +64,24 @@ class Fleet:
         except WorkersError as error:
             self.failure = error
 
-    def at(self, index: int, path: str = "/v1/stream") -> ClientConnection:
+    def at(self, index: int, path: str = "/v1/stream", key: str | None = None) -> ClientConnection:
         """A connection to one worker."""
-        return unix_connect(str(self.socket(index)), f"ws://localhost{path}", compression=None, close_timeout=2)
+        headers = None if key is None else {"Authorization": f"Bearer {key}"}
+        return unix_connect(
+            str(self.socket(index)),
+            f"ws://localhost{path}",
+            compression=None,
+            close_timeout=2,
+            additional_headers=headers,
+        )
+
+    def post(self, index: int, path: str, key: str) -> dict:
+        """What one worker answers to a request without a body."""
+        head = f"POST {path} HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n\r\n"
+        with socket.socket(socket.AF_UNIX) as client, client.makefile("rb") as answer:
+            client.connect(str(self.socket(index)))
+            client.sendall(head.encode())
+            return json.loads(answer.read().partition(b"\r\n\r\n")[2])
 
     def socket(self, index: int) -> Path:
         return socket_of(self.workers._folder, index)
@@ -81,8 +96,8 @@ class Fleet:
 
 
 @contextmanager
-def fleet_of(engine: SpeechEngine, **server: object) -> Iterator[Fleet]:
-    fleet = Fleet(engine, **server)
+def fleet_of(engine: SpeechEngine, *, keys: Sequence[str] = (), **server: object) -> Iterator[Fleet]:
+    fleet = Fleet(engine, keys=keys, **server)
     try:
         fleet.workers.start()
         fleet.thread.start()
@@ -236,6 +251,24 @@ def test_a_follower_hears_a_call_of_another_worker(fleet: Fleet) -> None:
         assert hear(follower, "call_ended")["call"] == "C1"
         with pytest.raises(TimeoutError):
             other.recv(timeout=0)
+
+
+def test_keys_and_passes_of_one_worker_open_every_other() -> None:
+    with fleet_of(scripted(), keys=["sk-secret"]) as fleet:
+        with pytest.raises(InvalidStatus), fleet.at(0, key="sk-wrong"):
+            pass
+        token = fleet.post(0, "/v1/auth/grant", "sk-secret")["access_token"]
+        with fleet.at(1, key=token) as stream:
+            session_id = begin(stream)["session_id"]
+            stream.socket.shutdown(socket.SHUT_RDWR)
+        with fleet.at(0, key=token) as stream:  # which shows it to the other, too
+            tell(stream, type="hello", resume={"session_id": session_id, "last_event": 0})
+            assert hear(stream, "ready")["resumed"]
+        request = urllib.request.Request(
+            f"http://{fleet.address}/metrics", headers={"Authorization": "Bearer sk-secret"}
+        )
+        text = urllib.request.urlopen(request, timeout=DEADLINE_S).read().decode()
+        assert 'worker="0"' in text and 'worker="1"' in text
 
 
 def test_a_worker_that_dies_costs_others_nothing_and_is_begun_anew() -> None:
