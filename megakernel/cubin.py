@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 ENTRY = "megakernel.cu"
 PROGRAM_HEADER = "program.h"
-KERNELS = ("megakernel_loop", "megakernel_phase")  # whole steps, and one phase a launch
+KERNELS = LOOP_KERNEL, PHASE_KERNEL = "megakernel_loop", "megakernel_phase"  # whole steps, and one phase a launch
 
 _FORMAT = "senseway cubin 1"
 _BITS_PER_WORD = 32
@@ -142,16 +142,20 @@ class Cubin:
     seconds: float  # to compile it; 0 from the cache
 
 
-def build_cubin(program: Program, *, cache: Path | None, arch: str | None = None) -> Cubin:
+def build_cubin(
+    program: Program, *, cache: Path | None, arch: str | None = None, kernels: Sequence[str] = KERNELS
+) -> Cubin:
     """Machine code of ``program``'s kernel, from the folder ``cache`` if it holds it, else compiled and kept there.
 
-    ``arch`` overrides the target's, for tests that compile for every architecture.
+    ``arch`` overrides the target's, for tests that compile for every architecture. ``kernels``: which of a token loop's
+    are wanted; each alone takes half the time.
 
     Raises:
         CompilerMissingError: without NVRTC.
         KernelCompileError: if NVRTC refuses the sources or does not know the architecture.
     """
-    sources = {**kernel_sources(), PROGRAM_HEADER: program_header(program)}
+    without = "".join(f"#define WITHOUT_{name.upper()}\n" for name in KERNELS if name not in kernels)
+    sources = {**kernel_sources(), PROGRAM_HEADER: program_header(program) + without}
     entry = ENTRY if program.sizes.transducer is None else transducer_header.ENTRY
     return compile_sources(sources, arch=arch or program.target.arch, cache=cache, entry=entry)
 

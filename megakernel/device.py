@@ -152,6 +152,37 @@ def is_done(event: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """The SMs of a GPU in two groups. What runs on a stream of one leaves the other alone."""
+
+    n_sms: int  # of the first group
+    n_rest: int
+    stream: Any
+    rest_stream: Any
+
+
+def split_sms(index: int, n_sms: int) -> Split:
+    """At least ``n_sms`` of GPU ``index`` apart from the rest, as green contexts, which live as long as the process.
+
+    Raises:
+        DriverError: if the driver can't.
+    """
+    driver = _bindings()
+    device = call("cuDeviceGet", index)
+    call("cuDevicePrimaryCtxRetain", device)
+    every = call("cuDeviceGetDevResource", device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+    groups, _, rest = call("cuDevSmResourceSplitByCount", 1, every, 0, n_sms)
+    own, others = (_green_stream(driver, device, resource) for resource in (groups[0], rest))
+    return Split(groups[0].sm.smCount, rest.sm.smCount, own, others)
+
+
+def _green_stream(driver: Any, device: Any, resource: Any) -> Any:
+    description = call("cuDevResourceGenerateDesc", [resource], 1)
+    context = call("cuGreenCtxCreate", description, device, driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
+    return call("cuGreenCtxStreamCreate", context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """How a kernel is launched."""
 

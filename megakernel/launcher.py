@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from . import isa
-from .cubin import KERNELS, Cubin, bitmap_words, build_cubin
+from .cubin import LOOP_KERNEL, PHASE_KERNEL, Cubin, bitmap_words, build_cubin
 from .device import Device, Launch, begin_capture, call, is_done, launch, opt_in, pinned_memory
 from .errors import NoDeviceError, OutOfDeviceMemoryError, RequestError, WrongProgramError
 from .isa import Parameter
@@ -117,7 +117,16 @@ class TransducerBuffers:
 class Launcher:
     """One program on one GPU. Make it with ``load``; one thread at a time."""
 
-    def __init__(self, program: Program, device: Device, cubin: Cubin, buffers: Buffers) -> None:
+    def __init__(
+        self,
+        program: Program,
+        device: Device,
+        cubin: Cubin,
+        buffers: Buffers,
+        *,
+        cache: Path | None = None,
+        stream: Any = None,
+    ) -> None:
         self.program = program
         self.device = device
         self.key = cubin.key
@@ -125,15 +134,13 @@ class Launcher:
         self._n_sms, self._n_phases = program.target.n_sms, len(program.phases)
         self._context = call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", device.index))
         self._enter()
-        self._module = call("cuModuleLoadData", np.frombuffer(cubin.code, np.uint8).ctypes.data)
-        names = KERNELS if program.sizes.transducer is None else (TRANSDUCER_KERNEL,)  # which has no graph mode
-        self._loop, *phase = (call("cuModuleGetFunction", self._module, name.encode()) for name in names)
-        self._phase = phase[0] if phase else None
+        self._cache = cache
+        self._modules: list[Any] = []
         self._shared_bytes = dynamic_shared_bytes(program)
-        for kernel in (self._loop, *phase):
-            opt_in(kernel, self._shared_bytes)
+        self._loop = self._kernel(cubin, LOOP_KERNEL if program.sizes.transducer is None else TRANSDUCER_KERNEL)
+        self._phase: Any = None  # compiled once it is needed
         low, high = call("cuCtxGetStreamPriorityRange")
-        self._stream = call("cuStreamCreateWithPriority", _NON_BLOCKING, high)
+        self._stream = call("cuStreamCreateWithPriority", _NON_BLOCKING, high) if stream is None else stream
         self._left = call("cuEventCreate", _NO_TIMING)
         memory, self._mailbox_address = pinned_memory(MAILBOX_BYTES)
         self.mailbox = Mailbox(memory)
@@ -153,8 +160,11 @@ class Launcher:
         *,
         device: Device,
         cache: Path | None,
+        stream: Any = None,
     ) -> "Launcher":
         """Compile, pack and place ``program``. Says in the log what took how long.
+
+        ``stream`` is one of ``device.split_sms``, whose group the program was made for; without it all SMs are at hand.
 
         Raises:
             WrongProgramError: if it was made for another GPU.
@@ -172,13 +182,13 @@ class Launcher:
         took: dict[str, float] = {}
         try:
             with _timed(took, "kernel", on):
-                cubin = build_cubin(program, cache=cache)
+                cubin = build_cubin(program, cache=cache, kernels=[LOOP_KERNEL])
             with _timed(took, "weights", on):
                 packed = upload_weights(program, constants, on)
             with _timed(took, "memory", on):
                 buffers = _buffers(program, packed, constants, bitmaps, on)
             with _timed(took, "module", on):
-                launcher = cls(program, device, cubin, buffers)
+                launcher = cls(program, device, cubin, buffers, cache=cache, stream=stream)
         except torch.cuda.OutOfMemoryError as error:
             free, _ = torch.cuda.mem_get_info(on)
             raise OutOfDeviceMemoryError(f"{program.name}: {error} ({free // _BYTES_PER_MIB} MiB are free)") from error
@@ -228,9 +238,17 @@ class Launcher:
         """Free what torch does not. Nothing may be running."""
         self._enter()
         self._drop_graph()
-        call("cuModuleUnload", self._module)
+        for module in self._modules:
+            call("cuModuleUnload", module)
         call("cuEventDestroy", self._left)
         call("cuStreamDestroy", self._stream)
+
+    def _kernel(self, cubin: Cubin, name: str) -> Any:
+        module = call("cuModuleLoadData", np.frombuffer(cubin.code, np.uint8).ctypes.data)
+        self._modules.append(module)
+        kernel = call("cuModuleGetFunction", module, name.encode())
+        opt_in(kernel, self._shared_bytes)
+        return kernel
 
     def _start_graph(self, start: Start, control_before: int) -> None:
         if not start.goes_on or self._graph is None:
@@ -242,6 +260,10 @@ class Launcher:
 
     def _capture(self, mode: Mode) -> Any:
         """One step as a graph of one launch for each phase."""
+        if self._phase is None:
+            self._phase = self._kernel(
+                build_cubin(self.program, cache=self._cache, kernels=[PHASE_KERNEL]), PHASE_KERNEL
+            )
         how = Launch(self._n_sms, self._shared_bytes, is_dependent=mode is Mode.GRAPH_DEPENDENT)
         begin_capture(self._stream)
         for phase in range(self._n_phases):

@@ -111,6 +111,7 @@ __device__ __forceinline__ void begin(const Machine m, const Parameters& p) {
     __syncthreads();
 }
 
+#ifndef WITHOUT_MEGAKERNEL_LOOP
 extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const __grid_constant__ Parameters p) {
     Machine m = {0, 0, 0, 0};
     m.forget();
@@ -158,7 +159,9 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const
         leave_counts(m, leave);
     }
 }
+#endif
 
+#ifndef WITHOUT_MEGAKERNEL_PHASE
 // Tiles of this warp that the phases before ``phase`` take.
 __device__ __forceinline__ u32 tiles_before(const Machine m, u32 phase) {
     u32 n = 0;
@@ -217,3 +220,4 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_phase(cons
     save_state(m);
     if (m.thread() == 0) leave_counts(m, m.misc().dead ? LEAVE_REASON_FAULT : state.leave);
 }
+#endif

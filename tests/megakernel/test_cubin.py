@@ -14,6 +14,8 @@ from megakernel.compile import compile_program
 from megakernel.cubin import (
     ENTRY,
     KERNELS,
+    LOOP_KERNEL,
+    PHASE_KERNEL,
     PROGRAM_HEADER,
     Cubin,
     Usage,
@@ -210,6 +212,14 @@ def test_a_damaged_entry_is_compiled_again(tmp_path: Path) -> None:
     path.write_bytes(b"rubbish")
     assert small(tmp_path).code == first.code
     assert small(tmp_path).seconds == 0
+
+
+@needs_nvrtc
+def test_each_kernel_can_be_compiled_alone(program: Program, tmp_path: Path) -> None:
+    loop, phase = (build_cubin(program, cache=tmp_path, kernels=[kernel]) for kernel in KERNELS)
+    assert (set(loop.usage), set(phase.usage)) == ({LOOP_KERNEL}, {PHASE_KERNEL})
+    assert loop.key != phase.key
+    assert build_cubin(program, cache=tmp_path, kernels=[PHASE_KERNEL]).seconds == 0
 
 
 # --- the programs that are shipped ---
