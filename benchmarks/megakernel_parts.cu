@@ -7,7 +7,7 @@
 #define FIRST_EPOCH PARAMETER_EPOCH  // no round of any launch before has used it or one behind it
 #define N_ROWS PARAMETER_PHASE
 #define PARTNER PARAMETER_PHASE
-#define COUNTERS PARAMETER_STATE
+#define COUNTED PARAMETER_STATE
 #define PLAIN PARAMETER_RESIDUAL  // memory without tags, for what is counted or copied
 #define KERNEL extern "C" __global__ void __launch_bounds__(N_THREADS, 1)
 
@@ -41,7 +41,7 @@ KERNEL stream_alone(const __grid_constant__ Parameters p) {
         stream.refill<4>();
     }
     stop_stream();
-    if (sum == 0x12345678u) m.at<u32>(COUNTERS)[0] = sum;  // so that nothing is left out
+    if (sum == 0x12345678u) m.at<u32>(COUNTED)[0] = sum;  // so that nothing is left out
 }
 
 // N_ROUNDS MiB from PLAIN to the EXCHANGE's place, by as many SMs as there are blocks.
@@ -112,7 +112,7 @@ __device__ __forceinline__ void wait_for(const Machine m, const u32* counter, u3
 // The same by a counter.
 KERNEL barrier(const __grid_constant__ Parameters p) {
     const Machine m = begin(p);
-    u32* counter = m.at<u32>(COUNTERS);
+    u32* counter = m.at<u32>(COUNTED);
 #pragma unroll 1
     for (u32 round = 0; round < p.word[N_ROUNDS]; round++) {
         __syncthreads();
@@ -135,7 +135,7 @@ struct Share {  // of a row of WIDTH elements: whole granules, as LINEAR has the
     }
 };
 
-// Every SM publishes its part of N_ROWS rows, and then has all of them in shared memory: tagged words.
+// Every SM publishes its part of N_ROWS rows, and then has all of them in shared memory: tagged words, as LINEAR does.
 KERNEL rows_tagged(const __grid_constant__ Parameters p) {
     const Machine m = begin(p);
     const Share share(m.sm());
@@ -150,29 +150,121 @@ KERNEL rows_tagged(const __grid_constant__ Parameters p) {
     }
 }
 
-// The same with plain stores, a count of the SMs that are done, and plain loads of twice as many elements at a time.
-KERNEL rows_counted(const __grid_constant__ Parameters p) {
+// The same, all words of a thread looked at together. Each thread first watches the last of its own alone.
+template <int AHEAD>
+__device__ __forceinline__ void take_together(const Machine m, const u64* from, u32 n_pairs, u32 epoch) {
+    Wait wait;
+#pragma unroll 1
+    for (u32 first = m.thread(); first < n_pairs; first += AHEAD * N_THREADS) {
+        Pair pairs[AHEAD];
+        pairs[AHEAD - 1] = take_pair(m, from + min(first + (AHEAD - 1) * N_THREADS, n_pairs - 1) * 2, epoch);
+#pragma unroll
+        for (u32 i = 0; i < AHEAD - 1; i++) pairs[i] = peek_pair(from + min(first + i * N_THREADS, n_pairs - 1) * 2);
+        bool is_whole;
+        do {
+            is_whole = true;
+#pragma unroll
+            for (u32 i = 0; i < AHEAD; i++)
+                if (pairs[i].first_epoch != epoch || pairs[i].second_epoch != epoch) {
+                    is_whole = false;
+                    pairs[i] = peek_pair(from + min(first + i * N_THREADS, n_pairs - 1) * 2);
+                }
+        } while (!is_whole && !wait.is_over(m));
+#pragma unroll
+        for (u32 i = 0; i < AHEAD; i++) {
+            const u32 at = min(first + i * N_THREADS, n_pairs - 1);
+            *(uint2*)(m.x() + at / (WIDTH / 4) * x_stride(WIDTH) + at % (WIDTH / 4) * 8) =
+                make_uint2(pairs[i].first, pairs[i].second);
+        }
+    }
+}
+
+KERNEL rows_tagged_together(const __grid_constant__ Parameters p) {
+    const Machine m = begin(p);
+    const Share share(m.sm());
+    const u32 n_rows = (u32)p.word[N_ROWS], n = n_rows * share.n_pairs;
+#pragma unroll 1
+    for (u32 round = 0; round < p.word[N_ROUNDS]; round++) {
+        const u32 buffer = (round & 1) * N_REPLICAS * TARGET_ROWS * WIDTH / 2, epoch = m.epoch + round;
+        for (u32 i = m.thread(); i < n; i += N_THREADS)
+            publish_row(m, buffer, WIDTH, i / share.n_pairs, share.first_pair + i % share.n_pairs, round, epoch);
+        if (n_rows <= 2)
+            take_together<3>(m, row_words(m, buffer, WIDTH, 0), n_rows * WIDTH / 4, epoch);
+        else
+            take_together<10>(m, row_words(m, buffer, WIDTH, 0), n_rows * WIDTH / 4, epoch);
+        __syncthreads();
+    }
+}
+
+// The same with plain stores, a word of who has arrived, and plain loads of twice as many elements at a time. ARRIVAL:
+// by a counter, by one of several counters each, or by a flag each.
+enum Arrival { COUNTER, COUNTERS, FLAGS };
+
+template <Arrival ARRIVAL>
+__device__ __forceinline__ void say(const Machine m, u32 round) {
+    constexpr u32 N_COUNTERS = 8, LINE_WORDS = 32;
+    u32* at = m.at<u32>(COUNTED);
+    if (ARRIVAL == COUNTER) arrive(at);
+    if (ARRIVAL == COUNTERS) arrive(at + m.sm() % N_COUNTERS * LINE_WORDS);
+    if (ARRIVAL == FLAGS) asm volatile("st.release.gpu.global.u32 [%0],%1;" ::"l"(at + m.sm()), "r"(round + 1) : "memory");
+}
+
+// By the first warp. All of it hears of all that said so before.
+template <Arrival ARRIVAL>
+__device__ __forceinline__ void hear(const Machine m, u32 round) {
+    constexpr u32 N_COUNTERS = 8, LINE_WORDS = 32, QUADS = (N_SMS + 3) / 4;
+    const u32* at = m.at<u32>(COUNTED);
+    if (ARRIVAL == COUNTER) {
+        if (m.lane() == 0) wait_for(m, at, (round + 1) * N_SMS);
+    } else if (ARRIVAL == COUNTERS) {
+        const u32 own = m.lane() % N_COUNTERS, n = (N_SMS - own + N_COUNTERS - 1) / N_COUNTERS;
+        if (m.lane() < N_COUNTERS) wait_for(m, at + own * LINE_WORDS, (round + 1) * n);
+    } else {
+        Wait wait;
+        bool is_whole;
+        do {
+            is_whole = true;
+#pragma unroll
+            for (u32 i = 0; i < (QUADS + 31) / 32; i++) {
+                const u32 quad = min(m.lane() + 32 * i, QUADS - 1);
+                uint4 v;
+                asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];"
+                             : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                             : "l"(at + quad * 4)
+                             : "memory");
+                is_whole &= (v.x > round) & (v.y > round || quad * 4 + 1 >= N_SMS) & (v.z > round || quad * 4 + 2 >= N_SMS) &
+                            (v.w > round || quad * 4 + 3 >= N_SMS);
+            }
+        } while (!is_whole && !wait.is_over(m));
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    }
+    __syncwarp();
+}
+
+template <Arrival ARRIVAL>
+__device__ __forceinline__ void rows_arrived(const Parameters& p) {
     constexpr u32 QUADS = WIDTH / 8;  // 16 bytes each
     const Machine m = begin(p);
     const Share share(m.sm());
     const u32 n_rows = (u32)p.word[N_ROWS], n = n_rows * share.n_pairs;
-    u32* counter = m.at<u32>(COUNTERS);
 #pragma unroll 1
     for (u32 round = 0; round < p.word[N_ROUNDS]; round++) {
         u32* buffer = m.at<u32>(PLAIN) + (round & 1) * TARGET_ROWS * WIDTH / 2;
         for (u32 i = m.thread(); i < n; i += N_THREADS)
             __stcg(buffer + i / share.n_pairs * (WIDTH / 2) + share.first_pair + i % share.n_pairs, round);
         __syncthreads();
-        if (m.thread() == 0) {
-            arrive(counter);
-            wait_for(m, counter, (round + 1) * N_SMS);
-        }
+        if (m.thread() == 0) say<ARRIVAL>(m, round);
+        if (m.warp() == 0) hear<ARRIVAL>(m, round);
         __syncthreads();
         for (u32 i = m.thread(); i < n_rows * QUADS; i += N_THREADS)
             *(uint4*)(m.x() + i / QUADS * x_stride(WIDTH) + i % QUADS * 16) = load_through(buffer + i * 4);
         __syncthreads();
     }
 }
+
+KERNEL rows_counted(const __grid_constant__ Parameters p) { rows_arrived<COUNTER>(p); }
+KERNEL rows_counted_apart(const __grid_constant__ Parameters p) { rows_arrived<COUNTERS>(p); }
+KERNEL rows_flagged(const __grid_constant__ Parameters p) { rows_arrived<FLAGS>(p); }
 
 // ---------------------------------------------------------------------- the host
 
@@ -183,7 +275,7 @@ KERNEL look_at_host(const __grid_constant__ Parameters p) {
     u32 sum = 0;
 #pragma unroll 1
     for (u32 round = 0; round < p.word[N_ROUNDS]; round++) sum += load_host(m.at<const u32>(PARAMETER_HOST_DOOR));
-    m.at<u32>(COUNTERS)[0] = sum;
+    m.at<u32>(COUNTED)[0] = sum;
 }
 
 // Answers the host's every number with the same number.
