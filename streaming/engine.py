@@ -141,7 +141,7 @@ class Chunk:
     """
 
     span: SpeechSpan
-    samples: NDArray[np.float32]  # [span.n_samples]
+    samples: NDArray[np.float32]  # [span.n_samples], not to be written to
     is_final: bool
     prompt: str = ""
     prefix: tuple[Word, ...] = ()

@@ -44,11 +44,14 @@ class RollingAudio:
         self._length -= n
 
     def samples(self, span: SpeechSpan) -> NDArray[np.float32]:
-        """A copy of the samples of ``span``, which must lie inside the window."""
+        """The samples of ``span``, which must lie inside the window: as they lie in the buffer, not to be written to.
+
+        They stay what they are, whatever is appended and forgotten later.
+        """
         if not self.start_sample <= span.start_sample <= span.end_sample <= self.end_sample:
             raise ValueError(f"{span} is not inside {self.start_sample}..{self.end_sample}")
         start = self._offset + span.start_sample - self.start_sample
-        return self._buffer[start : start + span.n_samples].copy()
+        return self._buffer[start : start + span.n_samples]
 
     def _make_room(self, n: int) -> None:
         if self._offset + self._length + n <= len(self._buffer):

@@ -13,12 +13,15 @@ from vad.audio import AudioFrame, SpeechSpan
 def test_what_is_kept_is_what_came(steps: list[tuple[int, int]]) -> None:
     """Any mix of appending and forgetting leaves exactly the newest samples, in place."""
     window = RollingAudio()
+    handed_out = []
     for n_samples, forget in steps:
         start = window.end_sample
         window.append(AudioFrame(start, np.arange(start, start + n_samples, dtype=np.float32)))
         window.drop_before(window.start_sample + forget)
         kept = window.samples(SpeechSpan(window.start_sample, window.end_sample))
         assert np.array_equal(kept, np.arange(window.start_sample, window.end_sample, dtype=np.float32))
+        handed_out.append((kept, kept.copy()))
+    assert all(np.array_equal(kept, then) for kept, then in handed_out), "what was handed out stays as it was"
 
 
 def test_forgetting_never_goes_past_the_end_or_back() -> None:
