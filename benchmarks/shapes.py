@@ -5,6 +5,7 @@ sizes and where tensors lie. Does not know how anything is timed.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,15 +123,15 @@ def decoder_program(config: WhisperConfig, device: Device, *, n_sms: int | None 
     return compile_program(graph, target_for(device, n_sms=n_sms))
 
 
-def load(config: WhisperConfig = TURBO, *, n_sms: int | None = None) -> Decoders:
-    """Compile and pack for this machine's GPU, or for so many SMs of it."""
+def load(config: WhisperConfig = TURBO, *, n_sms: int | None = None, stream: Any = None) -> Decoders:
+    """Compile and pack for this machine's GPU, or for so many SMs of it. ``stream``: see ``Launcher.load``."""
     device = find_device()
     program = decoder_program(config, device, n_sms=n_sms)
     tensors = random_decoder(config)
     bitmaps = rule_bitmaps([endless_rules(config)])
     graph = decoder_graph(config, special_tokens(config), n_cross_positions=config.n_audio_positions)
     constants = graph_constants(graph, tensors)
-    launcher = Launcher.load(program, constants, bitmaps, device=device, cache=cache_folder() / CUBINS)
+    launcher = Launcher.load(program, constants, bitmaps, device=device, cache=cache_folder() / CUBINS, stream=stream)
     launcher.buffers.cross_cache.normal_(generator=torch.Generator(device="cuda").manual_seed(1))
     torch.cuda.synchronize()
     return Decoders(config, tensors, program, launcher)

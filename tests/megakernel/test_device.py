@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megakernel import device
-from megakernel.device import Device, call, find_device, target_for
+from megakernel.device import Device, call, find_device, split_sms, target_for
 from megakernel.errors import DriverError, NoDeviceError, OutOfDeviceMemoryError
 from megakernel.target import KNOWN
 
@@ -107,3 +107,37 @@ def test_some_sms_can_be_left_to_others(caplog: pytest.LogCaptureFixture) -> Non
     target = target_for(H200, n_sms=100)
     assert (target.arch, target.n_sms, target.max_rows) == ("sm_90a", 100, 16)
     assert caplog.text == ""
+
+
+class SplitDriver(Driver):
+    """Gives groups of whole eights, and streams that name their group."""
+
+    CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM="SMs")
+    CUgreenCtxCreate_flags = SimpleNamespace(CU_GREEN_CTX_DEFAULT_STREAM=1)
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+
+    def __getattr__(self, name: str) -> Any:
+        def group(n_sms: int) -> SimpleNamespace:
+            return SimpleNamespace(sm=SimpleNamespace(smCount=n_sms))
+
+        calls: dict[str, Any] = {
+            "cuDevicePrimaryCtxRetain": lambda _: ("0",),
+            "cuDeviceGetDevResource": lambda _, kind: ("0", kind),
+            "cuDevSmResourceSplitByCount": lambda _, __, ___, n: (
+                "0",
+                [group(-(-n // 8) * 8)],
+                1,
+                group(132 - -(-n // 8) * 8),
+            ),
+            "cuDevResourceGenerateDesc": lambda resources, _: ("0", resources[0].sm.smCount),
+            "cuGreenCtxCreate": lambda description, _, __: ("0", f"context of {description}"),
+            "cuGreenCtxStreamCreate": lambda context, _, __: ("0", f"stream of a {context}"),
+        }
+        return calls[name] if name in calls else super().__getattr__(name)
+
+
+def test_sms_are_split_into_two_groups_with_a_stream_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(SplitDriver(), monkeypatch)
+    split = split_sms(0, 63)
+    assert (split.n_sms, split.n_rest) == (64, 68)
+    assert (split.stream, split.rest_stream) == ("stream of a context of 64", "stream of a context of 68")
