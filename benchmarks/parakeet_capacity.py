@@ -70,7 +70,7 @@ class TimedBackend:
     def __init__(self, backend: Any, spent: Spent) -> None:
         self._backend, self._spent = backend, spent
         self.max_buffers = backend.max_buffers
-        self.start, self.close = backend.start, backend.close
+        self.start, self.decode, self.close = backend.start, backend.decode, backend.close
 
     def listen(self, buffers: Any) -> Any:
         """See ``Backend``."""
@@ -79,10 +79,10 @@ class TimedBackend:
         self._spent.listen_s += time.perf_counter() - began_s
         return frames
 
-    def decode(self, batch: Any) -> Any:
+    def decode_ahead(self, batch: Any) -> Any:
         """See ``Backend``."""
         began_s = time.perf_counter()
-        said = self._backend.decode(batch)
+        said = self._backend.decode_ahead(batch)
         self._spent.decode_s += time.perf_counter() - began_s
         return said
 
@@ -139,10 +139,11 @@ def no_turn_detector() -> None:
 
 def serve(port: int, *, model: str, backend: str, left_ms: int, right_ms: int, workers: int) -> None:
     """A gateway with ``model``, random weights if it is empty, until it is killed."""
-    from gateway.app import UvicornServer, build_app, default_detector, uvicorn_config
+    from gateway.app import default_detector, run
     from gateway.config import Config, ServerConfig, SessionConfig
     from gateway.keys import Keys
-    from gateway.workers import WorkerParts, run
+    from gateway.workers import WorkerParts
+    from gateway.workers import run as run_workers
     from models.backends import Backends, Offer
     from models.catalog import load_engine
     from models.parakeet.engine import CONTEXT, ParakeetEngine
@@ -165,9 +166,9 @@ def serve(port: int, *, model: str, backend: str, left_ms: int, right_ms: int, w
     )
     engines = {engine.card.name: Marking(engine, spent)}
     if workers > 1:
-        run(WorkerParts(config, Keys(), default_detector, no_turn_detector), engines, lambda: None)
+        run_workers(WorkerParts(config, Keys(), default_detector, no_turn_detector), engines, lambda: None)
     else:
-        UvicornServer(uvicorn_config(config, build_app(config, engines))).run()
+        run(config, engines, Keys())
 
 
 def open_backend(name: str) -> Any:

@@ -5,6 +5,7 @@ The app is the same whether uvicorn serves it, another process mounts it, or a t
 
 import gc
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -68,6 +69,7 @@ REQUEST_DOORS: Mapping[str, tuple[DoorKind, Callable[[Request], Awaitable[Upload
 GRANT_LIFE_S = 30  # upstream's own
 OWN_FIGURES = "own"  # of a worker, not of all
 PING_INTERVAL_S = 20.0
+SWITCH_INTERVAL_S = 0.001
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo_web"
 
 
@@ -297,14 +299,19 @@ def run(
 ) -> None:
     """Serve until interrupted."""
     app = build_app(config, engines, keys=keys, twilio_auth_token=twilio_auth_token, turn_detector=turn_detector)
-    keep_from_collector()
+    prepare_interpreter()
     UvicornServer(uvicorn_config(config, app)).run()
 
 
-def keep_from_collector() -> None:
-    """What is loaded by now stays, so the collector need not look through it again while everybody waits."""
+def prepare_interpreter() -> None:
+    """Once everything is loaded: let nobody wait long for the collector, or for a thread that holds the interpreter.
+
+    What is loaded stays, so the collector need not look through it again. The engine's and the detector's threads let
+    go of the interpreter many times a decode, and each time would wait up to 5 ms for it, as long as others want it.
+    """
     gc.collect()
     gc.freeze()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def uvicorn_config(config: Config, app: Starlette) -> uvicorn.Config:

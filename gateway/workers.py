@@ -24,7 +24,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from gateway.app import UvicornServer, build_app, keep_from_collector, uvicorn_config
+from gateway.app import UvicornServer, build_app, prepare_interpreter, uvicorn_config
 from gateway.config import Config, ServerConfig
 from gateway.engine_host import EngineHost
 from gateway.keys import Keys
@@ -115,7 +115,7 @@ class Workers:
         Raises:
             WorkersError: if one does not.
         """
-        keep_from_collector()
+        prepare_interpreter()
         self._engine_thread.start()
         for index in range(self._parts.config.server.workers):
             self._begin(index)
@@ -327,7 +327,7 @@ def work(
     )
     sockets = [*listening_sockets(parts.config.server), _private_socket(socket_of(place.folder, place.index))]
     server = _WorkerServer(uvicorn_config(parts.config, app), news, app.state.server.tell_followers)
-    keep_from_collector()
+    prepare_interpreter()
     with suppress(KeyboardInterrupt):
         server.run(sockets)
 
