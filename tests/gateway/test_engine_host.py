@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from gateway.engine_host import EngineHost, _Hosted
 from gateway.engine_messages import AskedChunk, Decode, Decoded, Failed, answer_of, encoded, question_of
+from gateway.messages import Bye, Error
 from gateway.remote_engine import RemoteEngine, RemoteEngineError, RemoteStream, _asked, remote_engines
-from models.scripted import ScriptedEngine, recite
+from models.scripted import Reciting, ScriptedEngine, recite
+from models.scripted_transducer import ScriptedToken, ScriptedTransducer
 from streaming.engine import Chunk, DecodeOptions, EngineStream, UnsupportedOptionError
 from streaming.transcript import Hypothesis, Quality, Word
 from tests.serving import DEADLINE_S
-from vad.audio import SpeechSpan
+from vad.audio import SAMPLE_RATE_HZ, SpeechSpan
 
 AUDIO = np.arange(100_000, dtype=np.float32)
 
@@ -41,8 +43,8 @@ class Remembering(ScriptedEngine):
 
 
 @contextmanager
-def hosted(*engines: ScriptedEngine) -> Iterator[EngineHost]:
-    host = EngineHost({engine.card.name: engine for engine in engines})
+def hosted(*engines: Reciting) -> Iterator[EngineHost]:
+    host = EngineHost({engine.card.name: engine for engine in engines})  # type: ignore[misc]
     thread = threading.Thread(target=host.run)
     thread.start()
     try:
@@ -68,6 +70,23 @@ def test_a_remote_engine_answers_as_the_engine_does() -> None:
             chunk = chunk_of(0, end)
             assert remote.decode([(there, chunk)]) == direct.decode([(here, chunk)])
         remote.close(there)
+
+
+def test_a_conversation_is_the_same_with_an_engine_elsewhere(world) -> None:
+    scene = world.make_scene([0.5, 20, 0.3, 4, 1.5, 3, 1.0])
+    tokens = [ScriptedToken(word.text, word.start_sample + 200, 2) for word in scene.words]
+    inputs = [(0.0, world.hello), *world.packets(scene.pcm()), (len(scene.samples) / SAMPLE_RATE_HZ, Bye())]
+    here = ScriptedTransducer(tokens, failing_decodes=frozenset({3, 9}))
+    there = ScriptedTransducer(tokens, failing_decodes=frozenset({3, 9}))
+    with hosted(there) as host:
+        remote, _ = worker_of(host, there.card.name)
+        seen, expected = (
+            [item for item in world.simulation(engine).run(inputs) if not isinstance(item.message, Error)]
+            for engine in (remote, here)  # errors name the exception, which is another
+        )
+    assert seen == expected
+    assert there.n_decodes == here.n_decodes > 9
+    assert there.n_open_streams == 0
 
 
 spans = st.lists(st.tuples(st.integers(0, 3_000), st.integers(0, 3_000)), min_size=1, max_size=20)
