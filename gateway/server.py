@@ -161,7 +161,7 @@ class Connection:
         self.sender.add_done_callback(self._stop_reading)
 
     def _stop_reading(self, _: "asyncio.Task[None]") -> None:
-        if self.reading is not None:
+        if self.reading is not None and not self.reading.expired():
             self.reading.reschedule(asyncio.get_running_loop().time())
 
     def make_room(self, n_frames: int) -> None:
