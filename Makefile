@@ -14,7 +14,7 @@ help:
 	@echo "make check   format, lint, types, and who imports whom"
 	@echo "make newest  the tests with other people's clients, in the newest versions that install"
 	@echo "make bench   the figures in benchmarks/, in about two hours"
-	@echo "make gpu     the figures of the megakernel and of Parakeet, on an NVIDIA GPU, in about fifteen minutes"
+	@echo "make gpu     the figures of the megakernel and of Parakeet, on an NVIDIA GPU, in about twenty minutes"
 	@echo "make clean   remove .venv, .clients and caches"
 
 # $(1) is the result's name, $(2) the script and its arguments; a result is replaced only once it is whole.
@@ -56,6 +56,11 @@ bench: $(VENV)/.bench
 
 gpu: $(VENV)/.gpu
 	$(call measure,decoder_step,decoder_step)
+	$(call measure,decoder_step_small,decoder_step --model small --compiled --no-generate)
+	$(call measure,decoder_step_medium,decoder_step --model medium --compiled --no-generate)
+	$(call measure,decoder_step_large-v3,decoder_step --model large-v3 --compiled --no-generate)
+	$(call measure,megakernel_parts,megakernel_parts)
+	$(call measure,sm_split,sm_split)
 	$(call measure,request_latency,request_latency)
 	$(call measure,cold_start,cold_start)
 	$(call measure,partials_cost,partials_cost)
