@@ -442,7 +442,10 @@ class Fleet:
 
     def _spent_at(self, address: str) -> dict[str, float]:
         """The newest figures; a worker knows those of its last answer."""
-        found = [json.loads(self._health(address)["engines"][0]["why"]) for _ in range(2 * self._n_workers)]
+        found = [
+            json.loads(self._health(address)["engines"][0]["why"])
+            for _ in range(1 if self._n_workers == 1 else 8 + self._n_workers)
+        ]
         return max(found, key=lambda figures: float(figures["n_calls"]))
 
     def backend(self) -> str:
