@@ -7,7 +7,6 @@ list of recordings in ``../shared/train``, beside the checkout.
 """
 
 import argparse
-import hashlib
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.remembering import RememberingDetector
 from benchmarks.report import heading
 from gateway import messages as m
 from gateway.config import SessionConfig
@@ -32,7 +32,7 @@ from models.parakeet.training.data import SPLIT_SEED, decode, held_out_speakers,
 from streaming.engine import Chunk, DecodeOptions, EngineStream, ModelCard, SpeechEngine, TransducerContext
 from streaming.transcript import Hypothesis, text_of
 from vad.audio import SAMPLE_RATE_HZ, SpeechSpan, samples_from_ms
-from vad.detector import DetectorState, SpeechDetector
+from vad.detector import SpeechDetector
 from vad.gate import GateSettings
 from vad.silero import SileroDetector
 
@@ -144,32 +144,6 @@ class TimedEngine:
     def close(self, stream: EngineStream) -> None:
         """See ``SpeechEngine``."""
         self._engine.close(stream)
-
-
-class RememberingDetector:
-    """A detector that answers what it was asked before without computing it again: every setting asks the same."""
-
-    def __init__(self, detector: SpeechDetector) -> None:
-        self._detector = detector
-        self._answers: dict[bytes, tuple[NDArray[np.float32], DetectorState]] = {}
-
-    def initial_state(self) -> DetectorState:
-        """See ``SpeechDetector``."""
-        return self._detector.initial_state()
-
-    def score(
-        self, batch: Sequence[tuple[DetectorState, NDArray[np.float32]]]
-    ) -> list[tuple[NDArray[np.float32], DetectorState]]:
-        """See ``SpeechDetector``."""
-        return [self._score_one(state, windows) for state, windows in batch]
-
-    def _score_one(
-        self, state: DetectorState, windows: NDArray[np.float32]
-    ) -> tuple[NDArray[np.float32], DetectorState]:
-        question = hashlib.sha256(state.memory.tobytes() + windows.tobytes()).digest()
-        if question not in self._answers:
-            [self._answers[question]] = self._detector.score([(state, windows)])
-        return self._answers[question]
 
 
 # ---------------------------------------------------------------- what is played

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.borders import Differences, compare, finals_of, memoised_decoder
-from models.errors import ModelUnavailableError
 from models.scripted import ScriptedEngine, recite
 from models.store import TWO_CITIES_TEXT
 from streaming.pacing import Pacing
 from streaming.transcript import text_of
+from tests.fetched import engine_of, or_skip
 from vad.audio import samples_from_ms
 
 WORDS = TWO_CITIES_TEXT.split()
@@ -61,13 +61,10 @@ def test_every_border_of_one_second_is_exact() -> None:
 @pytest.mark.weights
 def test_a_few_borders_with_the_real_model() -> None:
     from benchmarks.borders import clips_of, sweep
-    from models.catalog import load_engine
 
-    try:
-        engine = load_engine("whisper-tiny.en", n_threads=1)
+    engine = engine_of("whisper-tiny.en")
+    with or_skip():
         clip = clips_of(0)[0]
-    except ModelUnavailableError as error:
-        pytest.skip(f"weights or recording can't be had here: {error}")
     borders = range(samples_from_ms(6_000), samples_from_ms(6_600), samples_from_ms(200))
     whole, _, joined = sweep(clip, memoised_decoder(engine, clip.samples), borders, interval_ms=2_000)
     assert len(whole.split()) >= 30

@@ -1,24 +1,18 @@
 """The small kernels compile over the megakernel's headers, and the chain is what its name says."""
 
-import pytest
-
 from benchmarks.megakernel_parts import CHAIN_SMS, KERNELS, chain, parts_cubin
 from benchmarks.shapes import TURBO, decoder_program
 from megakernel.checker import check
 from megakernel.compile import compile_program
-from megakernel.cubin import compiler_version
 from megakernel.device import Device, target_for
-from megakernel.errors import CompilerMissingError
 from megakernel.isa import Op, Phase, Task
+from tests.nvrtc import needs_nvrtc
 
 H200 = Device(0, "NVIDIA H200", (9, 0), 132, 232_448, 1 << 37, is_cooperative=True, driver=13_000)
 
 
+@needs_nvrtc
 def test_the_small_kernels_compile_without_spills() -> None:
-    try:
-        compiler_version()
-    except CompilerMissingError as error:
-        pytest.skip(str(error))
     usage = parts_cubin(decoder_program(TURBO, H200), None).usage
     assert set(usage) == set(KERNELS)
     assert all(taken.spill_bytes == 0 for taken in usage.values())

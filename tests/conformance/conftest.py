@@ -11,9 +11,8 @@ import soxr
 
 from gateway.commands.serve import turn_detector_of
 from gateway.config import TurnModel
-from models.catalog import load_engine
-from models.errors import ModelUnavailableError
 from models.store import recording
+from tests.fetched import engine_of, or_skip
 from tests.serving import served
 from vad.levels import TwoLevelDetector
 from vad.silero import SileroDetector
@@ -54,10 +53,8 @@ def stereo_file(speech_file_16k: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def written(path: Path, rate_hz: int) -> Path:
-    try:
+    with or_skip():
         samples, recorded_hz = soundfile.read(recording("two_cities"), dtype="float32")
-    except ModelUnavailableError as error:
-        pytest.skip(f"the recording can't be had here: {error}")
     speech = soxr.resample(samples[int(START_S * recorded_hz) : int(END_S * recorded_hz)], recorded_hz, rate_hz)
     padded = np.concatenate([np.zeros(rate_hz // 2, np.float32), speech, np.zeros(2 * rate_hz, np.float32)])
     with wave.open(str(path), "wb") as file:
@@ -69,10 +66,7 @@ def written(path: Path, rate_hz: int) -> Path:
 @pytest.fixture(scope="session")
 def server_address() -> Iterator[str]:
     """A server that asks for ``KEY``."""
-    try:
-        engine = load_engine("whisper-tiny.en", n_threads=1)
-    except ModelUnavailableError as error:
-        pytest.skip(f"the weights can't be had here: {error}")
+    engine = engine_of("whisper-tiny.en")
     turn_detector = turn_detector_of(TurnModel.AUTO)
     detector = TwoLevelDetector(SileroDetector())
     with served(engine, detector, keys=[KEY], turn_detector=turn_detector) as address:

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.errors import ModelUnavailableError
 from models.smart_turn import SmartTurn, features
 from models.store import turn_model
 from tests.conformance.clients import drive
+from tests.fetched import or_skip
 
 pytestmark = [pytest.mark.weights, pytest.mark.e2e]
 
@@ -18,10 +18,8 @@ pytestmark = [pytest.mark.weights, pytest.mark.e2e]
 def test_features_and_probability_are_those_of_pipecats_code(
     speech_file_16k: Path, tmp_path: Path, end_s: float
 ) -> None:
-    try:
+    with or_skip():
         model = SmartTurn(turn_model())
-    except ModelUnavailableError as error:
-        pytest.skip(f"the model can't be had here: {error}")
     with wave.open(str(speech_file_16k)) as file:
         data = file.readframes(int(end_s * 16_000))
     path = tmp_path / "turn.wav"

@@ -7,23 +7,19 @@ beside the checkout (``../shared/audio``).
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import soundfile
-import soxr
 from numpy.typing import NDArray
 
-from models.catalog import CATALOG, load_engine
-from models.errors import ModelUnavailableError
-from models.store import recording
+from models.catalog import CATALOG
 from streaming.capability import Capability
 from streaming.engine import Chunk, DecodeOptions, SpeechEngine, Task, UnsupportedOptionError
 from streaming.transcript import Hypothesis, Word, text_of
+from tests.fetched import clip, engine_of, read
 from vad.audio import SAMPLE_RATE_HZ, SpeechSpan, samples_from_ms
 
 ROOT = Path(__file__).parents[2]
@@ -48,37 +44,15 @@ OPTIONS = [
 Samples = NDArray[np.float32]  # [n_samples] at 16 kHz
 
 
-@cache
-def engine_of(name: str) -> SpeechEngine:
-    try:
-        return load_engine(name, n_threads=1)
-    except ModelUnavailableError as error:
-        pytest.skip(f"the weights can't be had here: {error}")
-
-
-@cache
-def recorded(name: str, start_s: float, end_s: float) -> Samples:
-    try:
-        path = recording(name)
-    except ModelUnavailableError as error:
-        pytest.skip(f"the recording can't be had here: {error}")
-    return read(path)[int(start_s * SAMPLE_RATE_HZ) : int(end_s * SAMPLE_RATE_HZ)]
-
-
 def shared(file: str) -> Samples:
     if not (SHARED / file).is_file():
         pytest.skip(f"no ../shared/audio/{file} beside the checkout")
     return read(SHARED / file)
 
 
-def read(path: Path) -> Samples:
-    samples, rate_hz = soundfile.read(path, dtype="float32")
-    return samples if rate_hz == SAMPLE_RATE_HZ else soxr.resample(samples, rate_hz, SAMPLE_RATE_HZ)
-
-
 def epoch() -> Samples:
     """It was the epoch of belief, it was the epoch of incredulity."""
-    return recorded("two_cities", 8.5, 13.0)
+    return clip("two_cities", 8.5, 13.0)
 
 
 @dataclass(frozen=True)
@@ -133,7 +107,7 @@ def gives_word_times(contestant: Contestant) -> None:
 
 
 def gives_confidence(contestant: Contestant) -> None:
-    sentence = recorded("two_cities", 21.0, 30.0)  # long enough for a mean that tells
+    sentence = clip("two_cities", 21.0, 30.0)  # long enough for a mean that tells
     clear = confidences(contestant.hear(sentence).words)
     noisy = confidences(contestant.hear(with_noise(sentence)).words)
     assert all(0.0 <= value <= 1.0 for value in clear + noisy)
@@ -313,8 +287,8 @@ def test_word_times_follow_the_sound(name: str) -> None:
 @pytest.mark.weights
 @pytest.mark.parametrize("language", ["de", "es", "fr", "it", "ja", "pt"])
 def test_the_language_of_a_real_clip_is_named(language: str) -> None:
-    clip = shared(f"multilingual/leopard-{language}.flac")
-    assert Contestant(engine_of("whisper-base")).hear(clip[: 4 * SAMPLE_RATE_HZ], DecodeOptions()).language == language
+    said = shared(f"multilingual/leopard-{language}.flac")
+    assert Contestant(engine_of("whisper-base")).hear(said[: 4 * SAMPLE_RATE_HZ], DecodeOptions()).language == language
 
 
 @pytest.mark.weights

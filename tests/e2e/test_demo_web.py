@@ -15,11 +15,10 @@ import pytest
 import soundfile
 from numpy.typing import NDArray
 
-from models.catalog import load_engine
-from models.errors import ModelUnavailableError
 from models.scripted import ScriptedEngine, recite
 from models.store import TWO_CITIES_TEXT, recording
 from tests.e2e.devtools import Page, chromium, fake_microphone, open_page
+from tests.fetched import engine_of, or_skip
 from tests.loudness import LoudnessDetector
 from tests.serving import served, sessions_become
 from tests.words import error_rate
@@ -263,11 +262,9 @@ def test_refused_microphone_is_explained(reciting: str, tmp_path: Path) -> None:
 
 @pytest.mark.weights
 def test_real_model_captions_a_real_voice(tmp_path: Path) -> None:
-    try:
-        engine = load_engine("whisper-tiny.en", n_threads=2, fetch_missing=False)
-        voice = recording("two_cities", fetch_missing=False)
-    except ModelUnavailableError as error:
-        pytest.skip(f"needs a model and a recording that are fetched on first use: {error}")
+    engine = engine_of("whisper-tiny.en")
+    with or_skip():
+        voice = recording("two_cities")
     microphone = fake_microphone(voice)
     with served(engine, TwoLevelDetector(SileroDetector())) as address, _page(address, tmp_path, microphone) as page:
         page.size(1280, 800)

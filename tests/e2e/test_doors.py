@@ -9,10 +9,9 @@ import soxr
 
 from benchmarks.door_texts import RECIPES, Models, Samples, same_words, text_through
 from benchmarks.remembering import RememberingDetector, RememberingEngine, RememberingJudge
-from models.catalog import load_engine
-from models.errors import ModelUnavailableError
 from models.smart_turn import SmartTurn
 from models.store import recording, turn_model
+from tests.fetched import engine_of, or_skip
 from tests.words import error_rate, normalised
 from vad.audio import SAMPLE_RATE_HZ
 from vad.levels import TwoLevelDetector
@@ -25,10 +24,8 @@ HOPE_TEXT = "It was the spring of hope, it was the winter of despair."
 
 @cache
 def models() -> Models:
-    try:
-        engine, judge = load_engine("whisper-tiny.en", n_threads=1), SmartTurn(turn_model())
-    except ModelUnavailableError as error:
-        pytest.skip(f"the weights can't be had here: {error}")
+    with or_skip():
+        engine, judge = engine_of("whisper-tiny.en"), SmartTurn(turn_model())
     detector = RememberingDetector(TwoLevelDetector(SileroDetector()))
     return Models(RememberingEngine(engine), detector, RememberingJudge(judge))
 
@@ -36,10 +33,8 @@ def models() -> Models:
 @cache
 def hope() -> Samples:
     """Half a second of silence, the sentence, and a second of silence."""
-    try:
+    with or_skip():
         samples, rate_hz = soundfile.read(recording("two_cities"), dtype="float32")
-    except ModelUnavailableError as error:
-        pytest.skip(f"the recording can't be had here: {error}")
     said = soxr.resample(samples[int(17.4 * rate_hz) : int(20.9 * rate_hz)], rate_hz, SAMPLE_RATE_HZ)
     return np.concatenate([np.zeros(8_000, np.float32), said, np.zeros(16_000, np.float32)])
 

@@ -9,8 +9,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import soundfile
-import soxr
 import torch
 
 from benchmarks.parakeet_streaming import (
@@ -27,10 +25,10 @@ from benchmarks.parakeet_streaming import (
 )
 from gateway import messages as m
 from models.catalog import load_engine
-from models.errors import ModelUnavailableError
 from models.parakeet.training.data import spoken
-from models.store import TWO_CITIES_TEXT, recording
+from models.store import TWO_CITIES_TEXT
 from streaming.engine import SpeechEngine
+from tests.fetched import recorded
 from vad.audio import SAMPLE_RATE_HZ
 from vad.silero import SileroDetector
 
@@ -59,14 +57,8 @@ def usual(**chosen: int | bool) -> Setting:
     return Setting(**{**{name: n // 16 for name, n in lengths.items()}, **chosen})
 
 
-@cache
 def two_cities() -> Samples:
-    try:
-        samples, rate_hz = soundfile.read(recording("two_cities"), dtype="float32")
-    except ModelUnavailableError as error:
-        pytest.skip(f"the recording can't be had here: {error}")
-    resampled: Samples = samples if rate_hz == SAMPLE_RATE_HZ else soxr.resample(samples, rate_hz, SAMPLE_RATE_HZ)
-    return resampled[: int(HEARD_S * SAMPLE_RATE_HZ)]
+    return recorded("two_cities")[: int(HEARD_S * SAMPLE_RATE_HZ)]
 
 
 @cache

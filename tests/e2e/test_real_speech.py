@@ -26,10 +26,9 @@ from gateway import messages as m
 from gateway.config import SessionConfig
 from gateway.session import ServedModel, Session
 from gateway.simulation import Seen, Simulation
-from models.catalog import load_engine
-from models.errors import ModelUnavailableError
-from models.store import BECKETT_TEXT, TWO_CITIES_TEXT, recording
+from models.store import BECKETT_TEXT, TWO_CITIES_TEXT
 from streaming.engine import Chunk, DecodeOptions, SpeechEngine
+from tests.fetched import clip, engine_of, read, recorded
 from tests.words import error_rate, normalised
 from vad.audio import SAMPLE_RATE_HZ, SpeechSpan
 from vad.detector import SpeechDetector
@@ -50,36 +49,13 @@ _Message = TypeVar("_Message")
 # ---------------------------------------------------------------- the parts
 
 
-@cache
 def engine() -> SpeechEngine:
-    try:
-        return load_engine("whisper-tiny.en", n_threads=1)
-    except ModelUnavailableError as error:
-        pytest.skip(f"the weights can't be had here: {error}")
+    return engine_of("whisper-tiny.en")
 
 
 @cache
 def detector() -> SpeechDetector:
     return TwoLevelDetector(SileroDetector())
-
-
-@cache
-def recorded(name: str) -> Samples:
-    try:
-        path = recording(name)
-    except ModelUnavailableError as error:
-        pytest.skip(f"the recording can't be had here: {error}")
-    return read(path)
-
-
-def read(path: Path) -> Samples:
-    samples, rate_hz = soundfile.read(path, dtype="float32", always_2d=True)
-    mono: Samples = samples.mean(axis=1)
-    return mono if rate_hz == SAMPLE_RATE_HZ else soxr.resample(mono, rate_hz, SAMPLE_RATE_HZ)
-
-
-def clip(name: str, start_s: float, end_s: float) -> Samples:
-    return recorded(name)[int(start_s * SAMPLE_RATE_HZ) : int(end_s * SAMPLE_RATE_HZ)]
 
 
 def hope() -> Samples:

@@ -9,10 +9,10 @@ from gateway.config import SessionConfig
 from gateway.messages import Audio, EngineItem, SpeechEnded, parse
 from gateway.session import ServedModel, Session
 from gateway.simulation import Simulation
-from models.errors import ModelUnavailableError
 from models.scripted import ScriptedEngine, recite
 from models.smart_turn import SmartTurn
 from models.store import recording, turn_model
+from tests.fetched import or_skip
 from vad.audio import SAMPLE_RATE_HZ
 from vad.gate import GateSettings
 from vad.silero import SileroDetector
@@ -23,11 +23,9 @@ FIRST_S, BREAK_S, LAST_S = 20.8, 22.85, 24.1  # of a clause, broken where nobody
 
 
 def test_a_pause_inside_a_sentence_is_waited_through_and_its_end_is_not() -> None:
-    try:
+    with or_skip():
         samples, rate_hz = soundfile.read(recording("two_cities"), dtype="float32")
         judge = SmartTurn(turn_model())
-    except ModelUnavailableError as error:
-        pytest.skip(f"the recording or the model can't be had here: {error}")
     first, second = (
         soxr.resample(samples[int(begin * rate_hz) : int(end * rate_hz)], rate_hz, SAMPLE_RATE_HZ)
         for begin, end in ((FIRST_S, BREAK_S), (BREAK_S, LAST_S))

@@ -29,7 +29,7 @@ from megakernel.cubin import (
     read_entry,
     write_entry,
 )
-from megakernel.errors import CompileError, CompilerMissingError, KernelCompileError
+from megakernel.errors import CompileError, KernelCompileError
 from megakernel.graph import Graph
 from megakernel.isa import N_WARPS
 from megakernel.ops import FusedHead, FusedLinear, Norm
@@ -37,17 +37,11 @@ from megakernel.program import Program
 from megakernel.target import KNOWN, Target
 from models.whisper.config import SpecialTokens, WhisperConfig
 from models.whisper.graph import decoder_graph
+from tests.nvrtc import needs_nvrtc
 
 SMALL_KERNEL = (
     'extern "C" __global__ void add(float* a) { __shared__ float s[3]; s[threadIdx.x % 3] = X; a[1] = s[0]; }'
 )
-
-try:
-    compiler_version()
-except CompilerMissingError as error:
-    needs_nvrtc = pytest.mark.skip(f"{error}")
-else:
-    needs_nvrtc = pytest.mark.skipif(condition=False, reason="")
 
 
 @pytest.fixture(scope="module")

@@ -9,19 +9,9 @@ from numpy.typing import NDArray
 from megakernel import numbers
 from megakernel.errors import CompileError
 from megakernel.fuse import dump, fold, fold_constants, fuse
-from megakernel.graph import Builder, Graph, Sizes
+from megakernel.graph import Builder, Graph
 from megakernel.ops import Embed, FusedAttention, FusedHead, FusedLinear, Norm
-
-SIZES = Sizes(
-    width=128,
-    head_size=64,
-    n_layers=1,
-    n_positions=80,
-    n_cross_positions=300,
-    n_tokens=100,
-    end_token=79,
-    mark_begin=80,
-)
+from tests.megakernel.small import ONE_LAYER
 
 TABLE = """\
   0.qkv             = linear(norm(embedding))  128 → 384  0.qkv.weight
@@ -67,7 +57,7 @@ Author = Callable[[Builder, str], str]  # adds to a step behind the embedding; r
 
 
 def built(author: Author) -> Graph:
-    step = Builder("odd", SIZES)
+    step = Builder("odd", ONE_LAYER)
     x = author(step, step.embed("embedding", tokens="tokens", positions="positions"))
     step.select("select", step.head("head", x, weight="tokens"))
     return step.build()

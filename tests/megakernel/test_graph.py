@@ -6,19 +6,9 @@ from dataclasses import replace
 import pytest
 
 from megakernel.errors import CompileError
-from megakernel.graph import Builder, Graph, Node, Sizes, dump, verify, widths_of
+from megakernel.graph import Builder, Graph, Node, dump, verify, widths_of
 from megakernel.ops import Add, CrossAttention, Gelu, Linear, SelfAttention
-
-SIZES = Sizes(
-    width=128,
-    head_size=64,
-    n_layers=1,
-    n_positions=80,
-    n_cross_positions=300,
-    n_tokens=100,
-    end_token=79,
-    mark_begin=80,
-)
+from tests.megakernel.small import ONE_LAYER
 
 
 @pytest.fixture
@@ -70,7 +60,7 @@ def test_every_value_has_a_width(graph: Graph) -> None:
 )
 def test_sizes_that_make_no_sense_are_refused(graph: Graph, fields: dict[str, int], rule: str) -> None:
     with pytest.raises(CompileError, match=rule):
-        verify(replace(graph, sizes=replace(SIZES, **fields)))
+        verify(replace(graph, sizes=replace(ONE_LAYER, **fields)))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +114,7 @@ def test_a_cache_is_attended_once_a_step(graph: Graph, op: SelfAttention | Cross
 
 
 def test_a_constant_has_one_shape() -> None:
-    step = Builder("two", SIZES)
+    step = Builder("two", ONE_LAYER)
     x = step.embed("embedding", tokens="tokens", positions="positions")
     step.linear("wide", x, 256, weight="weight", bias=None)
     with pytest.raises(CompileError, match=r"weight: has the shape \[256, 128\], and can't have \[128, 128\] too"):
@@ -132,7 +122,7 @@ def test_a_constant_has_one_shape() -> None:
 
 
 def test_a_builder_refuses_what_does_not_fit_at_once() -> None:
-    step = Builder("wrong", SIZES)
+    step = Builder("wrong", ONE_LAYER)
     x = step.embed("embedding", tokens="tokens", positions="positions")
     with pytest.raises(CompileError, match="takes rows of 384 elements, and 'embedding' has 128"):
         step.self_attention("attention", x, layer=0, n_heads=2)

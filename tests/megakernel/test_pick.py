@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megakernel import pick
-from megakernel.graph import Sizes
 from megakernel.isa import FaultKind
 from megakernel.pick import (
     HeadPartial,
@@ -23,21 +22,14 @@ from megakernel.pick import (
     partial_of,
     pick_of,
 )
-from megakernel.request import Request
+from tests.megakernel.small import BITMAPS, FEW_TOKENS, MARKED, PLAIN
 
-# Text 0..29, the end 30, markers 31..44.
-SIZES = Sizes(64, 64, 1, 60, 10, n_tokens=45, end_token=30, mark_begin=31, max_slots=4)
-END, MARK = SIZES.end_token, SIZES.mark_begin
-PLAIN = Request(head=(1, 2), max_tokens=12, n_positions=10)
-MARKED = replace(PLAIN, markers=True, max_first_mark=5)
-BITMAPS = np.zeros((1, 2, 2), np.uint32)
-BITMAPS[0, :, 0] = 0b1000  # token 3 anywhere
-BITMAPS[0, 1, 0] |= 1 << 30 | 1 << 7  # first neither the end nor token 7
+END, MARK = FEW_TOKENS.end_token, FEW_TOKENS.mark_begin
 
 
 def drawn(seed: int) -> NDArray[np.float32]:
     """Logits of all tokens."""
-    return np.random.default_rng(seed).normal(scale=2, size=SIZES.n_tokens).astype(np.float32)
+    return np.random.default_rng(seed).normal(scale=2, size=FEW_TOKENS.n_tokens).astype(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +42,7 @@ def drawn(seed: int) -> NDArray[np.float32]:
     ],
 )
 def test_bitmaps_lie_over_the_mask(mask: Mask, expected: set[int]) -> None:
-    allowed = allowed_tokens(Row(0, 0, 0, mask, PLAIN), BITMAPS, SIZES)
+    allowed = allowed_tokens(Row(0, 0, 0, mask, PLAIN), BITMAPS, FEW_TOKENS)
     assert set(np.flatnonzero(allowed)) == expected
 
 
@@ -61,7 +53,7 @@ ALL = np.ones(45, np.bool_)
 
 
 def picked(logits: NDArray[np.float32], row: Row = ROW, allowed: NDArray[np.bool_] = ALL) -> pick.Pick:
-    return pick_of(partial_of(logits, 0, row, allowed, SIZES), row.request)
+    return pick_of(partial_of(logits, 0, row, allowed, FEW_TOKENS), row.request)
 
 
 def test_markers_win_when_together_they_outweigh_the_best_text() -> None:
@@ -86,7 +78,7 @@ def test_of_equal_scores_the_lower_token_wins_and_text_before_a_marker() -> None
     logits = np.zeros(45, np.float32)
     unmarked = replace(ROW, request=PLAIN)
     assert picked(logits, unmarked).token == 0
-    halves = [partial_of(logits[first:][:15], first, unmarked, ALL, SIZES) for first in (30, 0, 15)]
+    halves = [partial_of(logits[first:][:15], first, unmarked, ALL, FEW_TOKENS) for first in (30, 0, 15)]
     assert pick_of(merge(halves), PLAIN).token == 0
 
 
@@ -95,9 +87,9 @@ def test_of_equal_scores_the_lower_token_wins_and_text_before_a_marker() -> None
 def test_any_sharing_out_of_tokens_gives_the_same_pick(seed: int, cuts: list[int]) -> None:
     logits = drawn(seed)
     row = replace(ROW, request=replace(MARKED, watch_row=5, watch_token=9))
-    whole = partial_of(logits, 0, row, ALL, SIZES)
+    whole = partial_of(logits, 0, row, ALL, FEW_TOKENS)
     bounds = [0, *cuts, 45]
-    parts = [partial_of(logits[a:b], a, row, ALL, SIZES) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [partial_of(logits[a:b], a, row, ALL, FEW_TOKENS) for a, b in zip(bounds, bounds[1:], strict=False)]
     merged = merge(parts)
     for name in ("text_score", "text_token", "text_logit", "text_max", "mark_score", "mark_token", "watched"):
         assert getattr(merged, name) == getattr(whole, name)
@@ -107,13 +99,13 @@ def test_any_sharing_out_of_tokens_gives_the_same_pick(seed: int, cuts: list[int
 
 def test_an_sm_without_tokens_says_nothing() -> None:
     logits = drawn(0)
-    whole = partial_of(logits, 0, ROW, ALL, SIZES)
-    assert partial_of(logits[:0], 45, ROW, ALL, SIZES) == HeadPartial()
+    whole = partial_of(logits, 0, ROW, ALL, FEW_TOKENS)
+    assert partial_of(logits[:0], 45, ROW, ALL, FEW_TOKENS) == HeadPartial()
     assert merge([HeadPartial(), whole, HeadPartial()]) == whole
 
 
 def test_a_partial_is_its_words() -> None:
-    partial = partial_of(drawn(0), 0, ROW, ALL, SIZES)
+    partial = partial_of(drawn(0), 0, ROW, ALL, FEW_TOKENS)
     assert HeadPartial.of_words(partial.words()) == partial
     assert HeadPartial.of_words(HeadPartial().words()) == HeadPartial()
 

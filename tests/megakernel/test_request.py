@@ -6,19 +6,8 @@ from hypothesis import strategies as st
 
 from megakernel import isa
 from megakernel.errors import RequestError
-from megakernel.ops import Sizes
 from megakernel.request import Request, decode_request, encode_request
-
-SIZES = Sizes(
-    width=128,
-    head_size=64,
-    n_layers=1,
-    n_positions=80,
-    n_cross_positions=300,
-    n_tokens=100,
-    end_token=79,
-    mark_begin=80,
-)
+from tests.megakernel.small import ONE_LAYER
 
 
 def tokens(most: int) -> st.SearchStrategy[tuple[int, ...]]:
@@ -49,7 +38,7 @@ def requests(draw: st.DrawFn) -> Request:
 
 @given(requests(), st.integers(1, 2**32 - 1))
 def test_a_request_is_read_as_it_was_written(request_: Request, ticket: int) -> None:
-    words = encode_request(request_, ticket=ticket, sizes=SIZES, n_rules=3)
+    words = encode_request(request_, ticket=ticket, sizes=ONE_LAYER, n_rules=3)
     assert words.shape == (isa.REQUEST_WORDS,)
     assert decode_request(words) == (request_, ticket)
 
@@ -80,4 +69,4 @@ def test_a_request_is_read_as_it_was_written(request_: Request, ticket: int) -> 
 def test_what_can_not_be_served_is_refused_with_its_range(changes: dict[str, object], says: str) -> None:
     values: dict[str, object] = {"head": (1, 2), "max_tokens": 5, "n_positions": 10, **changes}
     with pytest.raises(RequestError, match=says):
-        encode_request(Request(**values), ticket=1, sizes=SIZES, n_rules=3)  # type: ignore[arg-type]  # on purpose
+        encode_request(Request(**values), ticket=1, sizes=ONE_LAYER, n_rules=3)  # type: ignore[arg-type]  # on purpose

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megakernel.graph import Sizes
 from megakernel.isa import CommandKind, EndReason, FaultKind, LeaveReason, RecordKind
 from megakernel.mailbox import DoneRecord, LeftRecord, SegmentRecord, TokenRecord, decode_record
 from megakernel.pick import Mask, SelectError, allowed_tokens, merge, partial_of
@@ -28,26 +27,10 @@ from megakernel.select import (
     record_words,
     rows_of_step,
 )
+from tests.megakernel.small import BITMAPS, FEW_TOKENS, MARKED, PLAIN
 
-# Text 0..29, the end 30, markers 31..44.
-SIZES = Sizes(
-    width=64,
-    head_size=64,
-    n_layers=1,
-    n_positions=60,
-    n_cross_positions=10,
-    n_tokens=45,
-    end_token=30,
-    mark_begin=31,
-    max_slots=4,
-)
-END, MARK = SIZES.end_token, SIZES.mark_begin
-PLAIN = Request(head=(1, 2), max_tokens=12, n_positions=10)
-MARKED = replace(PLAIN, markers=True, max_first_mark=5)
-BITMAPS = np.zeros((1, 2, 2), np.uint32)
-BITMAPS[0, :, 0] = 0b1000  # token 3 anywhere
-BITMAPS[0, 1, 0] |= 1 << 30 | 1 << 7  # first neither the end nor token 7
-WHOLE = ((0, SIZES.n_tokens),)
+END, MARK = FEW_TOKENS.end_token, FEW_TOKENS.mark_begin
+WHOLE = ((0, FEW_TOKENS.n_tokens),)
 
 Logits = Callable[[tuple[int, ...]], NDArray[np.float32]]  # [n_tokens] behind these tokens
 
@@ -57,7 +40,7 @@ def drawn(seed: int) -> Logits:
 
     def logits(fed: tuple[int, ...]) -> NDArray[np.float32]:
         rng = np.random.default_rng([seed, *fed])
-        spread: NDArray[np.float32] = rng.normal(scale=2, size=SIZES.n_tokens).astype(np.float32)
+        spread: NDArray[np.float32] = rng.normal(scale=2, size=FEW_TOKENS.n_tokens).astype(np.float32)
         return spread
 
     return logits
@@ -80,15 +63,15 @@ class Machine:
         self.n_steps = 0
 
     def step(self) -> None:
-        rows = rows_of_step(self.slots, self.max_rows, SIZES)
+        rows = rows_of_step(self.slots, self.max_rows, FEW_TOKENS)
         merged = []
         for row in rows:
             fed = self.fed[row.slot]
             fed[row.position :] = [row.token]
-            logits, allowed = self.logits(tuple(fed)), allowed_tokens(row, BITMAPS, SIZES)
-            parts = [partial_of(logits[first : first + n], first, row, allowed, SIZES) for first, n in self.ranges]
+            logits, allowed = self.logits(tuple(fed)), allowed_tokens(row, BITMAPS, FEW_TOKENS)
+            parts = [partial_of(logits[first : first + n], first, row, allowed, FEW_TOKENS) for first, n in self.ranges]
             merged.append(merge(parts))
-        self.slots, told = accept(self.slots, rows, merged, SIZES)
+        self.slots, told = accept(self.slots, rows, merged, FEW_TOKENS)
         self.told += told
         self.n_steps += 1
 
@@ -264,7 +247,7 @@ def _slot_on_the_way(request: Request, seed: int) -> Slot:
 @settings(max_examples=60, deadline=None)
 @given(open_slots(), st.integers(4, 16))
 def test_rows_are_shared_out_in_the_order_of_slots(slots: Slots, max_rows: int) -> None:
-    rows = rows_of_step(slots, max_rows, SIZES)
+    rows = rows_of_step(slots, max_rows, FEW_TOKENS)
     assert len(rows) <= max_rows
     assert [row.slot for row in rows] == sorted(row.slot for row in rows)
     n_left = max_rows - sum(slot is not None for slot in slots)
@@ -282,7 +265,7 @@ def test_rows_are_shared_out_in_the_order_of_slots(slots: Slots, max_rows: int) 
 
 def test_a_draft_is_tried_only_as_far_as_it_may_be_written() -> None:
     request = replace(PLAIN, max_tokens=3, draft=(8, 9, 10, 11))
-    rows = rows_of_step((Slot.of(request, 1),), 16, SIZES)
+    rows = rows_of_step((Slot.of(request, 1),), 16, FEW_TOKENS)
     assert [row.token for row in rows] == [1, 2, 8, 9]
 
 
@@ -293,7 +276,7 @@ def mask_behind(tokens: Sequence[int], request: Request = MARKED) -> Mask:
     written = Written()
     for token in tokens:
         written = written.after(token, MARK)
-    return mask_of(written, request, SIZES)
+    return mask_of(written, request, FEW_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +303,7 @@ def test_without_markers_text_and_end_are_allowed() -> None:
 
 
 def words_of(request: Request, ticket: int = 7) -> NDArray[np.uint32]:
-    return encode_request(request, ticket=ticket, sizes=SIZES, n_rules=1)
+    return encode_request(request, ticket=ticket, sizes=FEW_TOKENS, n_rules=1)
 
 
 def test_a_slot_is_opened_with_its_request() -> None:

@@ -6,13 +6,12 @@ from hypothesis import strategies as st
 
 from megakernel.errors import CompileError
 from megakernel.fuse import fuse
-from megakernel.graph import Sizes
 from megakernel.isa import GRANULE_ROWS, N_WARPS, TILE_K, Flag, Op
 from megakernel.ops import Embed, FusedAttention, FusedHead, FusedLinear, FusedOp, Norm
 from megakernel.tasks import combine_unit_sm, cross_unit_sm, dump, self_unit_sm, split_into_tasks
+from tests.megakernel.small import ONE_LAYER
 
 NORM = Norm("gamma", "beta", 1e-5)
-SIZES = Sizes(128, 64, 1, 80, 300, 100, end_token=79, mark_begin=80)
 QKV = FusedLinear("qkv", None, "w", "b", 384, 128, embed=Embed("tokens", "positions"), norm=NORM)
 ATTEND = FusedAttention("attention", "qkv", 128, 2, layer=0, block=64, n_blocks=2, is_cross=False)
 MIX = FusedLinear("mix", "attention", "w", "b", 128, 128, residual=True)
@@ -23,7 +22,7 @@ STEP: tuple[FusedOp, ...] = (QKV, ATTEND, MIX, Q, CROSS, HEAD)
 
 
 def test_a_step_becomes_phases_in_order():
-    phases = split_into_tasks(STEP, SIZES)
+    phases = split_into_tasks(STEP, ONE_LAYER)
     assert [(phase.name, phase.op) for phase in phases] == [
         ("qkv", Op.LINEAR),
         ("attention.blocks", Op.ATTEND_SELF),
@@ -41,7 +40,7 @@ def test_a_step_becomes_phases_in_order():
 
 
 def test_without_a_residual_linear_there_is_no_stream():
-    phases = split_into_tasks((QKV, ATTEND, replace(HEAD, x="attention")), SIZES)
+    phases = split_into_tasks((QKV, ATTEND, replace(HEAD, x="attention")), ONE_LAYER)
     assert phases[0].flags == Flag.EMBED | Flag.NORM
 
 
@@ -76,14 +75,14 @@ def test_granules_and_warps_cover_a_weight(tiny_graph):
 )
 def test_what_no_phase_can_do_is_refused_with_stage_node_and_rule(step, node, rule):
     with pytest.raises(CompileError) as caught:
-        split_into_tasks(step, SIZES)
+        split_into_tasks(step, ONE_LAYER)
     assert caught.value.stage == "tasks"
     assert node in str(caught.value.node) and rule in caught.value.rule
 
 
 def test_a_norm_over_more_than_shared_memory_holds_is_refused():
     wide = FusedLinear("wide", None, "w", None, 64, 1408, embed=Embed("tokens", "positions"), norm=NORM)
-    sizes = replace(SIZES, width=1408)
+    sizes = replace(ONE_LAYER, width=1408)
     with pytest.raises(CompileError, match="K = 1408 behind a norm must be at most 1280"):
         split_into_tasks((wide,), sizes)
 
@@ -93,7 +92,7 @@ def test_attention_with_another_number_of_heads_is_refused():
     step = (*STEP[:4], FusedLinear("q2", "q", "w", "b", 64, 128), narrow)
     step = (*step, FusedLinear("out", "q", "w", "b", 128, 128), replace(HEAD, x="out"))
     with pytest.raises(CompileError, match="all attention has as many heads"):
-        split_into_tasks(step, SIZES)
+        split_into_tasks(step, ONE_LAYER)
 
 
 @given(n_heads=st.integers(1, 20), n_blocks=st.integers(1, 8), n_slots=st.integers(1, 8), n_sms=st.integers(1, 170))
@@ -110,6 +109,6 @@ def test_the_units_of_slots_spread_evenly_over_the_sms(n_heads, n_blocks, n_slot
 
 
 def test_dump_has_a_line_for_each_phase():
-    lines = dump(split_into_tasks(STEP, SIZES)).splitlines()
+    lines = dump(split_into_tasks(STEP, ONE_LAYER)).splitlines()
     assert len(lines) == 9
     assert "128 → 384: 48 granules of 4 tiles, 4 warps x 2" in lines[0] and lines[0].endswith("EMBED NORM STREAM")

@@ -5,20 +5,15 @@ from dataclasses import replace
 import pytest
 
 from megakernel.compile import compile_program
-from megakernel.cubin import build_cubin, compiler_version
-from megakernel.errors import CompileError, CompilerMissingError
+from megakernel.cubin import build_cubin
+from megakernel.errors import CompileError
 from megakernel.target import KNOWN, Target
 from megakernel.transducer_header import KERNEL, MAX_KERNEL_ROWS, transducer_header
 from tests.megakernel.transducers import compiled, tiny_transducer
-
-try:
-    compiler_version()
-    HAS_NVRTC = True
-except CompilerMissingError:
-    HAS_NVRTC = False
+from tests.nvrtc import needs_nvrtc
 
 
-@pytest.mark.skipif(not HAS_NVRTC, reason="NVRTC is not installed")
+@needs_nvrtc
 @pytest.mark.parametrize("target", KNOWN, ids=[target.arch for target in KNOWN])
 def test_it_fits_every_architecture_without_spilling(target: Target) -> None:
     graph = tiny_transducer(width=640, n_tokens=8193, durations=(0, 1, 2, 3, 4))

@@ -3,12 +3,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import soundfile
 from transformers import WhisperFeatureExtractor
 
-from models.errors import ModelUnavailableError
 from models.smart_turn import N_FRAMES, N_MELS, SmartTurn, features
-from models.store import recording, turn_model
+from models.store import turn_model
+from tests.fetched import or_skip, recorded
 from vad.audio import SAMPLE_RATE_HZ
 from vad.turn import MAX_TURN_SAMPLES
 
@@ -17,21 +16,13 @@ N_8_S = 8 * SAMPLE_RATE_HZ
 
 @cache
 def model() -> SmartTurn:
-    try:
+    with or_skip():
         return SmartTurn(turn_model())
-    except ModelUnavailableError as error:
-        pytest.skip(f"the model can't be had here: {error}")
 
 
-@cache
 def beckett() -> np.ndarray:
     """'Ever tried. Ever failed. No matter. Try again. Fail again. Fail better.' at 16 kHz."""
-    try:
-        samples, rate_hz = soundfile.read(recording("beckett"), dtype="float32")
-    except ModelUnavailableError as error:
-        pytest.skip(f"the recording can't be had here: {error}")
-    assert rate_hz == SAMPLE_RATE_HZ
-    return samples
+    return recorded("beckett")
 
 
 def noise(n: int, level: float = 0.1) -> np.ndarray:

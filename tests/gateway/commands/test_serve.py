@@ -10,6 +10,7 @@ from gateway.commands.serve import turn_detector_of
 from gateway.config import ConfigError, TurnModel, load
 from models import store, wheels
 from models.errors import ModelFilesError, ModelUnavailableError
+from tests.fetched import or_skip
 
 
 @pytest.fixture
@@ -105,9 +106,7 @@ def test_doctor_says_whether_the_model_is_here(nothing_to_be_had: None) -> None:
 
 @pytest.mark.weights
 def test_pull_fetches_the_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    try:
+    with or_skip():
         store.turn_model()
-    except ModelUnavailableError as error:
-        pytest.skip(f"the model can't be had here: {error}")
     assert run(["pull", store.TURN_MODEL]) == 0
     assert str(wheels.cache_folder()) in capsys.readouterr().out

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megakernel.cubin import compiler_version
-from megakernel.errors import CompilerMissingError
 from models.mel import mel_filters
 from models.parakeet.config import FRAME_SAMPLES, ParakeetConfig
 from models.parakeet.device import (
@@ -35,6 +33,7 @@ from models.parakeet.fused import SAMPLES_BEHIND, Lengths, Operations, TorchOper
 from models.parakeet.reference import Parakeet
 from models.parakeet.stage import Listener, Stage, bucket, n_frames_of, passes, room_for, shapes
 from tests.models.parakeet.emulator import COMPILER, EmulatedKernels
+from tests.nvrtc import needs_nvrtc
 
 SMALL = ParakeetConfig(32, 2, 64, 4, 96, 9, 32, 48, 1, 33, 32)
 FOR_KERNELS = ParakeetConfig(32, 1, 256, 4, 512, 9, 64, 64, 1, 33, 32)
@@ -53,13 +52,6 @@ MAX_FRAMES = 64
 LENGTHS = [16_000, 31_999, 5_000, MIN_SAMPLES, 70_000, 1281]
 # Distance from the float32 reference over its size, through one block in bfloat16 (8 bits).
 TOLERANCE = 0.01
-
-try:
-    compiler_version()
-except CompilerMissingError as error:
-    needs_nvrtc = pytest.mark.skip(f"{error}")
-else:
-    needs_nvrtc = pytest.mark.skipif(condition=False, reason="")
 
 
 def model_of(config: ParakeetConfig) -> Parakeet:
