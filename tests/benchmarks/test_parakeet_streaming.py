@@ -47,7 +47,7 @@ def test_with_enough_right_context_nothing_differs_from_one_piece_and_words_are_
     assert min(whole.settle_s) > max(figures.final_s) > 0.0, "with a second pass nothing is settled before the final"
     # Until the next word begins, and until that has its right context, with a packet and a window on top.
     assert max(figures.settle_s) <= 0.5 + 0.32 + 0.64 + 0.1
-    assert row(SETTING, figures, whole).startswith("| 800 | 320 | 640 | 0.00 | +0.00 | 0 / 0 / 0 | 0 |")
+    assert row(SETTING, figures, whole).startswith("| 800 | 320 | 640 | 0.00 | +0.00 | 0 / 0 / 0 | 100.0 |")
 
 
 def test_a_detector_that_remembers_answers_the_same() -> None:
