@@ -35,8 +35,19 @@ pytestmark = [
 TEXT = "it was the best of times"
 
 
-def scripted() -> ScriptedEngine:
-    return ScriptedEngine(recite(f"{TEXT} it was the worst of times", start_sample=8_000))
+class MoodyEngine(ScriptedEngine):
+    """Fails while it is told to."""
+
+    fails = False
+
+    def decode(self, batch: Sequence[tuple[EngineStream, Chunk]]) -> list[Hypothesis]:
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        return super().decode(batch)
+
+
+def scripted() -> MoodyEngine:
+    return MoodyEngine(recite(f"{TEXT} it was the worst of times", start_sample=8_000))
 
 
 def no_turn_detector() -> None:
@@ -110,12 +121,12 @@ def fleet_of(engine: SpeechEngine, *, keys: Sequence[str] = (), **server: object
 
 
 @pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
+def engine() -> MoodyEngine:
     return scripted()
 
 
 @pytest.fixture(scope="module")
-def fleet(engine: ScriptedEngine) -> Iterator[Fleet]:
+def fleet(engine: MoodyEngine) -> Iterator[Fleet]:
     with fleet_of(engine, max_sessions=3) as found:
         yield found
 
@@ -298,33 +309,25 @@ def test_a_worker_that_dies_costs_others_nothing_and_is_begun_anew() -> None:
             assert finals(finish(stream)) == TEXT
 
 
-def test_a_resume_while_its_worker_is_gone_is_answered_by_the_one_asked() -> None:
-    with fleet_of(scripted()) as fleet:
-        with fleet.at(0) as stream:
-            session_id = begin(stream)["session_id"]
-        fleet.socket(0).unlink()
+def test_a_resume_while_its_worker_is_gone_is_answered_by_the_one_asked(fleet: Fleet) -> None:
+    with fleet.at(0) as stream:
+        session_id = begin(stream)["session_id"]
+        finish(stream)
+    away = fleet.socket(0).with_suffix(".away")
+    fleet.socket(0).rename(away)
+    try:
         with fleet.at(1) as stream:
             tell(stream, type="hello", resume={"session_id": session_id, "last_event": 0})
             assert hear(stream, "error")["code"] == "unknown_session"
             begin(stream)
             stream.send(speech(2.0))
             assert finals(finish(stream)) == TEXT
+    finally:
+        away.rename(fleet.socket(0))
 
 
-class MoodyEngine(ScriptedEngine):
-    """Fails while it is told to."""
-
-    fails = False
-
-    def decode(self, batch: Sequence[tuple[EngineStream, Chunk]]) -> list[Hypothesis]:
-        if self.fails:
-            raise RuntimeError("the device is gone")
-        return super().decode(batch)
-
-
-def test_an_engine_that_fails_is_named_and_ends_no_session() -> None:
-    engine = MoodyEngine(recite(TEXT, start_sample=8_000))
-    with fleet_of(engine) as fleet, fleet.at(0) as stream, fleet.at(1) as other:
+def test_an_engine_that_fails_is_named_and_ends_no_session(fleet: Fleet, engine: MoodyEngine) -> None:
+    with fleet.at(0) as stream, fleet.at(1) as other:
         begin(stream)
         begin(other)
         engine.fails = True
