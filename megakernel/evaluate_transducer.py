@@ -111,8 +111,8 @@ def _lstm(
     slot, seat = slots[index], _seat(slots, index)
     assert slot is not None, "an active slot"
     if slot.resumes or slot.feed is Feed.STATE:
-        state = memory.state_out if slot.resumes else memory.state_in
-        outputs, cells = numbers.round_bf16(state[seat, op.layer, 0]), state[seat, op.layer, 1]
+        state = memory.state_out[slot.state_seat] if slot.resumes else memory.state_in[seat]
+        outputs, cells = numbers.round_bf16(state[op.layer, 0]), state[op.layer, 1]
     else:
         is_new = np.float32(0) if slot.is_new else None
         kept = memory.kept[index, op.layer] if is_new is None else np.zeros((op.n // GATES, GATES), np.float32)
@@ -122,7 +122,7 @@ def _lstm(
             own = [i for i, other in enumerate(slots) if other is not None and other.has_step].index(index)
             sums = numbers.linear_sums(x[own : own + 1], network.weights[op.name]).reshape(-1, GATES)
             gates = (sums + kept) + network.biases[op.name].reshape(-1, GATES)
-        before = memory.state_out[seat, op.layer, 1] if is_new is None else np.zeros(len(gates), np.float32)
+        before = memory.state_out[slot.state_seat, op.layer, 1] if is_new is None else np.zeros(len(gates), np.float32)
         outputs, cells = numbers.lstm_cells(gates, before)
     memory.state_out[seat, op.layer] = outputs, cells
     return outputs

@@ -221,11 +221,8 @@ class _TransducerSm(Sm):
         for row, index in enumerate(self.stepping):
             slot, seat = self._slot(index), self._slot(index).part.seat
             if slot.resumes or slot.feed is Feed.STATE:
-                state = self.own.state_out if slot.resumes else self.own.state_in
-                outputs[row], cells[row] = (
-                    numbers.round_bf16(state[seat, layer, 0, units]),
-                    state[seat, layer, 1, units],
-                )
+                state = self.own.state_out[slot.state_seat] if slot.resumes else self.own.state_in[seat]
+                outputs[row], cells[row] = numbers.round_bf16(state[layer, 0, units]), state[layer, 1, units]
             self.own.state_out[seat, layer, :, units] = np.stack([outputs[row], cells[row]])
             self.cells[layer, index, own] = cells[row]
         pairs = units.start // 2 + np.arange(n_units // 2)

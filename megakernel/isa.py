@@ -143,7 +143,15 @@ class FramePart(IntEnum):
     SEAT = 0  # where frames and states lie
     N_FRAMES = 1  # of the seat's frames, from the first
     FIRST_FRAME = 2  # to look at
-    BEGINS = 3  # 1: the predictor has seen nothing yet; 0: it goes on from STATE_IN
+    BEGIN = 3  # PartBegin
+
+
+class PartBegin(IntEnum):
+    """What a part goes on from."""
+
+    STATE = 0  # the seat's STATE_IN
+    NOTHING = 1  # the predictor has seen nothing yet
+    PART = 2  # the part before, and frames that its last duration reaches to are passed over
 
 
 PART_WORDS = 4
@@ -307,6 +315,7 @@ def isa_header() -> str:
         Request,
         FrameRequest,
         FramePart,
+        PartBegin,
         RequestFlag,
         Command,
         CommandKind,

@@ -103,12 +103,17 @@ def decode_request(words: NDArray[np.uint32]) -> tuple[Request, int]:
 
 @dataclass(frozen=True, slots=True)
 class FramePart:
-    """Frames of one stream that lie in a seat, as does the state to go on from unless it ``begins``."""
+    """Frames of one stream that lie in a seat, as does the state to go on from unless it ``begins`` or ``continues``.
+
+    One that continues has the text, the state and the frames to pass over of the part before, whose own state stays in
+    that part's seat as it was.
+    """
 
     n_frames: int
     first_frame: int = 0  # those before are passed over
     begins: bool = False  # behind no text at all
     seat: int = 0
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,8 @@ def encode_transducer_request(request: TransducerRequest, *, ticket: int, sizes:
     """The words of ``request``: [REQUEST_WORDS].
 
     Raises:
-        RequestError: if it has no or too many parts, or one has more frames than a seat holds.
+        RequestError: if it has no or too many parts, one has more frames than a seat holds, or goes on from what there
+            is not.
     """
     if sizes.transducer is None:
         raise RequestError("the program is no transducer's: it takes tokens, not frames")
@@ -141,12 +147,12 @@ def encode_transducer_request(request: TransducerRequest, *, ticket: int, sizes:
     words[isa.FrameRequest.N_PARTS] = len(request.parts)
     words[isa.FrameRequest.TICKET] = ticket
     parts = words[isa.REQUEST_HEAD_WORDS :].reshape(-1, isa.PART_WORDS)
-    for to, part in zip(parts, request.parts, strict=False):
+    for index, (to, part) in enumerate(zip(parts, request.parts, strict=False)):
         _in_range("n_frames", part.n_frames, 0, sizes.transducer.n_frames)
         _in_range("first_frame", part.first_frame, 0, part.n_frames)
         _in_range("seat", part.seat, 0, sizes.transducer.n_seats - 1)
         to[isa.FramePart.SEAT], to[isa.FramePart.N_FRAMES] = part.seat, part.n_frames
-        to[isa.FramePart.FIRST_FRAME], to[isa.FramePart.BEGINS] = part.first_frame, part.begins
+        to[isa.FramePart.FIRST_FRAME], to[isa.FramePart.BEGIN] = part.first_frame, _begin(part, index)
     return words
 
 
@@ -161,9 +167,18 @@ def _decode_part(words: list[int]) -> FramePart:
     return FramePart(
         n_frames=words[isa.FramePart.N_FRAMES],
         first_frame=words[isa.FramePart.FIRST_FRAME],
-        begins=bool(words[isa.FramePart.BEGINS]),
+        begins=words[isa.FramePart.BEGIN] == isa.PartBegin.NOTHING,
         seat=words[isa.FramePart.SEAT],
+        continues=words[isa.FramePart.BEGIN] == isa.PartBegin.PART,
     )
+
+
+def _begin(part: FramePart, index: int) -> isa.PartBegin:
+    if not part.continues:
+        return isa.PartBegin.NOTHING if part.begins else isa.PartBegin.STATE
+    if index == 0 or part.begins or part.first_frame:
+        raise RequestError(f"part {index} continues: only behind another part, with its text and from its frame on")
+    return isa.PartBegin.PART
 
 
 def _check(request: Request, sizes: Sizes, n_rules: int) -> None:

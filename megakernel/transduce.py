@@ -92,6 +92,7 @@ class Slot:
     resumes: bool = False  # a launch has ended: first of all outputs and cells are those of STATE_OUT
     n_symbols: int = 0  # at this frame
     index: int = 0  # of the part under way
+    state_seat: int = 0  # where outputs and cells were written last
 
     @staticmethod
     def of(request: TransducerRequest, ticket: int, transducer: Transducer, index: int = 0) -> "Slot":
@@ -99,6 +100,13 @@ class Slot:
         part = request.parts[index]
         feed = Feed.TOKEN if part.begins else Feed.STATE
         return Slot(request, ticket, part.first_frame, feed, transducer.blank, is_new=part.begins, index=index)
+
+    def next_part(self, transducer: Transducer) -> "Slot":
+        """The slot at the begin of the part behind the one under way, whose frames are passed."""
+        index = self.index + 1
+        if not self.request.parts[index].continues:
+            return Slot.of(self.request, self.ticket, transducer, index)
+        return replace(self, index=index, frame=self.frame - self.part.n_frames)
 
     @property
     def part(self) -> FramePart:
@@ -186,6 +194,8 @@ def _accept_rows(
 ) -> tuple[Slot | None, list[Told | Emitted]]:
     transducer = sizes.transducer
     assert transducer is not None, "a transducer's sizes"
+    if slot.has_step:
+        slot = replace(slot, state_seat=slot.part.seat)
     if slot.resumes and slot.feed is Feed.TOKEN:
         return replace(slot, resumes=False), []
     begin = slot.frame
@@ -210,7 +220,7 @@ def _accept_rows(
     if slot.index + 1 == len(slot.request.parts):
         return None, [*told, _done(index, slot, isa.EndReason.FRAMES)]
     told.append(Emitted(isa.RecordKind.PART, index, slot.ticket, 0, 0, slot.frame - slot.part.n_frames))
-    return Slot.of(slot.request, slot.ticket, transducer, slot.index + 1), told
+    return slot.next_part(transducer), told
 
 
 def _done(index: int, slot: Slot, reason: isa.EndReason) -> Emitted:

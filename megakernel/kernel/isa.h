@@ -124,7 +124,13 @@ enum FramePart : unsigned {
     FRAME_PART_SEAT = 0,
     FRAME_PART_N_FRAMES = 1,
     FRAME_PART_FIRST_FRAME = 2,
-    FRAME_PART_BEGINS = 3,
+    FRAME_PART_BEGIN = 3,
+};
+
+enum PartBegin : unsigned {
+    PART_BEGIN_STATE = 0,
+    PART_BEGIN_NOTHING = 1,
+    PART_BEGIN_PART = 2,
 };
 
 enum RequestFlag : unsigned {

@@ -220,7 +220,8 @@ __device__ __forceinline__ void step_cell(const Machine m, const Own& own, bool 
         float& cell = m.misc().cells[LAYER][granule][slot_index][which];
         float after;
         if (slot.is_restored()) {
-            const float* from = lstm_state(m, slot.resumes ? PARAMETER_STATE_OUT : PARAMETER_STATE_IN, slot.seat, LAYER, unit);
+            const float* from = slot.resumes ? lstm_state(m, PARAMETER_STATE_OUT, slot.state_seat, LAYER, unit)
+                                             : lstm_state(m, PARAMETER_STATE_IN, slot.seat, LAYER, unit);
             output = __ldcg(from);
             after = __ldcg(from + WIDTH);
         } else {

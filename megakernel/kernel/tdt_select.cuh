@@ -58,9 +58,14 @@ __device__ __forceinline__ u32 pick_rows(const Machine m, const Own& own) {
 __device__ __forceinline__ void begin_part(const Machine m, FrameSlot& slot, u32 index) {
     const u32* part = m.at<const u32>(PARAMETER_REQUESTS) + index * REQUEST_WORDS + REQUEST_HEAD_WORDS + slot.part * PART_WORDS;
     slot.seat = load_gpu(part + FRAME_PART_SEAT);
+    const u32 n_before = slot.n_frames, begin = load_gpu(part + FRAME_PART_BEGIN);
     slot.n_frames = load_gpu(part + FRAME_PART_N_FRAMES);
+    if (begin == PART_BEGIN_PART) {
+        slot.frame -= n_before;
+        return;
+    }
     slot.frame = load_gpu(part + FRAME_PART_FIRST_FRAME);
-    slot.is_new = load_gpu(part + FRAME_PART_BEGINS) != 0;
+    slot.is_new = begin == PART_BEGIN_NOTHING;
     slot.feed = slot.is_new ? FEED_TOKEN : FEED_STATE;
     slot.token = BLANK;
     slot.row = NO_ROW;
@@ -210,7 +215,10 @@ __device__ __forceinline__ void decide(const Machine m, u32 control) {
     State& state = m.misc().state;
     FrameSlot slot = state.slots[m.lane() % MAX_SLOTS];
     if (m.lane() < MAX_SLOTS && slot.active) {
-        if (state.stepping >> m.lane() & 1) slot.predicted = m.epoch + At<P>::INPUT_EPOCH;
+        if (state.stepping >> m.lane() & 1) {
+            slot.predicted = m.epoch + At<P>::INPUT_EPOCH;
+            slot.state_seat = slot.seat;
+        }
         accept(m, slot, m.lane());
     }
     __syncwarp();

@@ -20,6 +20,7 @@ struct __align__(16) FrameSlot {
     u32 first_row, n_rows;
     u32 row;  // of the last step, that had the token, or NO_ROW
     u32 seat, part, n_parts;  // where frames and states lie; which of the request's parts is under way
+    u32 state_seat;           // where outputs and cells were written last
 
     // Whether the predictor takes outputs and cells as they were saved.
     __device__ __forceinline__ bool is_restored() const { return resumes || feed == FEED_STATE; }

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..backends import device_errors
 from .encoder import n_encoder_frames
 from .features import log_mel, n_mel_frames
-from .greedy import Emission, TorchDecoder, TransducerDecoder, TransducerState
+from .greedy import Decoded, Emission, Piece, TorchDecoder, TransducerDecoder, TransducerState
 from .reference import Parakeet
 
 
@@ -68,6 +68,11 @@ class TorchBackend:
         """See ``TransducerDecoder``."""
         with self._errors():
             return self._decoder.decode(batch)
+
+    def decode_ahead(self, batch: Sequence[Piece]) -> list[Decoded]:
+        """See ``TransducerDecoder``."""
+        with self._errors():
+            return self._decoder.decode_ahead(batch)
 
     def close(self) -> None:
         """Nothing to do."""

@@ -5,7 +5,7 @@ nor what else could (``loading.py``).
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +22,8 @@ from .config import ParakeetConfig
 from .device import DeviceKernels, Gpu, KernelOperations, build, why_not
 from .fused import Operations, TorchOperations
 from .graph_decoder import BATCHES, GraphDecoder
-from .greedy import Emission, TransducerDecoder, TransducerState
-from .megakernel_backend import MegakernelBackend, decoder_on
+from .greedy import Decoded, Emission, Piece, TransducerDecoder, TransducerState
+from .megakernel_backend import decoder_on
 from .reference import Parakeet
 from .stage import Listener, Stage, bucket
 
@@ -32,20 +32,31 @@ log = logging.getLogger(__name__)
 MAX_BUFFERS = 64  # heard together
 
 
+def _nothing() -> None:
+    """Memory goes with the last reference."""
+
+
 class DeviceBackend:
     """Fulfils ``backend.Backend``."""
 
     max_buffers = MAX_BUFFERS
 
-    def __init__(self, listener: Listener, decoder: TransducerDecoder) -> None:
-        """Both on the same device. The decoder reads frames that are complete when it is called."""
-        self._listener = listener
+    def __init__(
+        self,
+        listen: Callable[[Sequence[NDArray[np.float32]]], list[Tensor]],
+        decoder: TransducerDecoder,
+        *,
+        close: Callable[[], None] = _nothing,
+    ) -> None:
+        """Both on the same device: the decoder reads frames that are complete when it is called."""
+        self._listen = listen
         self._decoder = decoder
+        self.close = close
 
     def listen(self, buffers: Sequence[NDArray[np.float32]]) -> list[Tensor]:
         """See ``Backend``."""
         with device_errors():
-            return self._listener.listen(buffers)
+            return self._listen(buffers)
 
     def start(self) -> TransducerState:
         """See ``TransducerDecoder``."""
@@ -57,13 +68,15 @@ class DeviceBackend:
         with device_errors():
             return self._decoder.decode(batch)
 
-    def close(self) -> None:
-        """See ``Backend``. Memory goes with the last reference."""
+    def decode_ahead(self, batch: Sequence[Piece]) -> list[Decoded]:
+        """See ``TransducerDecoder``."""
+        with device_errors():
+            return self._decoder.decode_ahead(batch)
 
 
 def megakernel_on_device(
     model: Parakeet, timeline: Timeline, *, cache: Path, max_frames: int, usual_frames: int
-) -> MegakernelBackend:
+) -> DeviceBackend:
     """The backend whose decoder is the megakernel; arguments as of ``listener_on_device``.
 
     Raises:
@@ -76,7 +89,7 @@ def megakernel_on_device(
     )
     with timeline.part("decoder"):
         decoder = decoder_on(model, device, cache=cache)
-    return MegakernelBackend(listener.listen, decoder, max_buffers=MAX_BUFFERS)
+    return DeviceBackend(listener.listen, decoder, close=decoder.close)
 
 
 def torch_on_device(
@@ -96,7 +109,7 @@ def torch_on_device(
         decoder = GraphDecoder(model, torch.zeros(1, dtype=torch.bfloat16, device="cuda"), stream)
         torch.cuda.synchronize()
         decoder.prepare(BATCHES)
-    return DeviceBackend(listener, decoder)
+    return DeviceBackend(listener.listen, decoder)
 
 
 def _new_stream() -> torch.cuda.Stream:

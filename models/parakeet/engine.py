@@ -24,7 +24,7 @@ from ..timeline import Timeline
 from .backend import Backend
 from .config import FRAME_SAMPLES, ParakeetConfig
 from .features import MIN_SAMPLES
-from .greedy import Emission, TransducerState
+from .greedy import Decoded, Emission, Piece, TransducerState
 from .recording import TranscribedPart, parts_of, recording_chunks
 from .tokens import Pieces, TimedToken, n_words_of, split_words, words_of
 
@@ -184,17 +184,14 @@ class ParakeetEngine:
             yield from hypothesis.words[: hypothesis.n_settled]
 
     def _decode_together(self, batch: Sequence[tuple[ParakeetStream, Chunk]]) -> list[Outcome]:
-        """As many chunks as the backend takes at a time: one encoder pass, and two decodes, the second for a while."""
+        """As many chunks as the backend takes at a time: one encoder pass, and what comes of it."""
         backend = self._backends.current
         states = [self._state(stream, chunk) for stream, chunk in batch]
         heard = self._hear([chunk for _, chunk in batch])
-        settled = _decoded(backend, [(each.region, state) for each, state in zip(heard, states, strict=True)])
-        for_a_while = _decoded(backend, [(each.behind, state) for each, (_, state) in zip(heard, settled, strict=True)])
+        pieces = [Piece(each.region, state, each.behind) for each, state in zip(heard, states, strict=True)]
+        decoded = _decoded(backend, pieces)
         return [
-            self._outcome(stream, each, emissions, state, tentative)
-            for (stream, _), each, (emissions, state), (tentative, _) in zip(
-                batch, heard, settled, for_a_while, strict=True
-            )
+            self._outcome(stream, each, said) for (stream, _), each, said in zip(batch, heard, decoded, strict=True)
         ]
 
     def _state(self, stream: ParakeetStream, chunk: Chunk) -> TransducerState:
@@ -221,18 +218,11 @@ class ParakeetEngine:
             for chunk, buffer in zip(chunks, buffers, strict=True)
         ]
 
-    def _outcome(
-        self,
-        stream: ParakeetStream,
-        heard: Heard,
-        emissions: Sequence[Emission],
-        state: TransducerState,
-        tentative: Sequence[Emission],
-    ) -> Outcome:
+    def _outcome(self, stream: ParakeetStream, heard: Heard, decoded: Decoded) -> Outcome:
         chunk = heard.chunk
         carried = () if chunk.is_first else stream.open_word
-        spoken = [*carried, *_timed(emissions, heard.region_start_sample)]
-        maybe = _timed(tentative, heard.behind_start_sample)
+        spoken = [*carried, *_timed(decoded.emissions, heard.region_start_sample)]
+        maybe = _timed(decoded.ahead, heard.behind_start_sample)
         groups = split_words([*spoken, *maybe], self._pieces)
         stays = groups if _is_last(chunk) else split_words(spoken, self._pieces)
         # Behind the last word that stays more may come that belongs to it, so it is not settled while speech goes on.
@@ -245,7 +235,7 @@ class ParakeetEngine:
                 _quality([token.logprob for group in groups for token in group]),
                 n_settled=n_words_of(groups[:n_settled], self._pieces),
             ),
-            state,
+            decoded.state,
             open_word=() if n_settled == len(stays) else tuple(stays[-1]),
             decoded_sample=heard.behind_start_sample,
         )
@@ -269,13 +259,11 @@ def languages_of(config: ParakeetConfig) -> tuple[str, ...]:
     return _EUROPEAN if config.vocabulary_size == _MULTILINGUAL_VOCABULARY else _ENGLISH
 
 
-def _decoded(
-    backend: Backend, batch: Sequence[tuple[Tensor, TransducerState]]
-) -> list[tuple[list[Emission], TransducerState]]:
+def _decoded(backend: Backend, batch: Sequence[Piece]) -> list[Decoded]:
     """What the frames say; no frames say nothing, and the backend is not asked."""
-    audible = [(frames, state) for frames, state in batch if len(frames)]
-    spoken = iter(backend.decode(audible) if audible else [])
-    return [next(spoken) if len(frames) else ([], state) for frames, state in batch]
+    audible = [piece for piece in batch if len(piece.frames) or len(piece.behind)]
+    spoken = iter(backend.decode_ahead(audible) if audible else [])
+    return [next(spoken) if len(piece.frames) or len(piece.behind) else Decoded([], piece.state, []) for piece in batch]
 
 
 def _own(stream: EngineStream) -> ParakeetStream:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .config import ParakeetConfig
-from .greedy import Emission, TransducerState, start
+from .greedy import Decoded, Emission, Piece, TransducerState, ahead_in_two, start
 from .reference import Parakeet
 from .stage import capture, on
 
@@ -80,6 +80,10 @@ class GraphDecoder:
         for begin in range(0, len(batch), BATCHES[-1]):
             results += self._decode_together(batch[begin : begin + BATCHES[-1]])
         return results
+
+    def decode_ahead(self, batch: Sequence[Piece]) -> list[Decoded]:
+        """See ``TransducerDecoder``."""
+        return ahead_in_two(self, batch)
 
     def _decode_together(
         self, batch: Sequence[tuple[Tensor, TransducerState]]

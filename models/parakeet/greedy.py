@@ -38,6 +38,24 @@ class Emission:
     logprob: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Frames of one stream to decode for good, and those behind, which will come again with more context."""
+
+    frames: Tensor  # [T, P], T may be 0
+    state: TransducerState
+    behind: Tensor  # [T, P], T may be 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoded:
+    """What a piece says; frames of ``ahead`` count from the first one behind the piece."""
+
+    emissions: list[Emission]
+    state: TransducerState  # behind the piece: what lies ahead has not changed it
+    ahead: list[Emission]
+
+
 class TransducerDecoder(Protocol):
     """Whatever decodes: torch here, a megakernel elsewhere. Called from one thread."""
 
@@ -46,6 +64,16 @@ class TransducerDecoder(Protocol):
 
     def decode(self, batch: Sequence[tuple[Tensor, TransducerState]]) -> list[tuple[list[Emission], TransducerState]]:
         """For each pair of projected frames [T, P] and a state: what they say, and the state behind them."""
+
+    def decode_ahead(self, batch: Sequence[Piece]) -> list[Decoded]:
+        """Each piece as ``decode`` does, and what the frames behind it say for now."""
+
+
+def ahead_in_two(decoder: TransducerDecoder, batch: Sequence[Piece]) -> list[Decoded]:
+    """``decode_ahead`` by two calls of ``decode``."""
+    settled = decoder.decode([(piece.frames, piece.state) for piece in batch])
+    ahead = decoder.decode([(piece.behind, state) for piece, (_, state) in zip(batch, settled, strict=True)])
+    return [Decoded(emissions, state, more) for (emissions, state), (more, _) in zip(settled, ahead, strict=True)]
 
 
 class TorchDecoder:
@@ -62,6 +90,10 @@ class TorchDecoder:
     def decode(self, batch: Sequence[tuple[Tensor, TransducerState]]) -> list[tuple[list[Emission], TransducerState]]:
         """See ``TransducerDecoder``."""
         return [decode(self._model, frames, state) for frames, state in batch]
+
+    def decode_ahead(self, batch: Sequence[Piece]) -> list[Decoded]:
+        """See ``TransducerDecoder``."""
+        return ahead_in_two(self, batch)
 
 
 @torch.inference_mode()

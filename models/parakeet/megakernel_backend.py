@@ -6,15 +6,15 @@ a value: seats remember nothing between calls. Knows slots, requests and records
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,7 +22,7 @@ from megakernel.compile import compile_program
 from megakernel.cubin import bitmap_words
 from megakernel.device import Device, target_for
 from megakernel.errors import DeviceError
-from megakernel.isa import MAX_SLOTS
+from megakernel.isa import GRANULE_ROWS, MAX_SLOTS
 from megakernel.launcher import Event, Launcher, TransducerBuffers
 from megakernel.mailbox import DoneRecord, EmissionRecord, PartRecord, Record
 from megakernel.request import FramePart, TransducerRequest
@@ -32,14 +32,16 @@ from megakernel.target import Target
 from megakernel.transducer_header import MAX_KERNEL_ROWS
 
 from ..backends import BackendError, device_errors
+from .config import ParakeetConfig
 from .graph import PROJECTOR, graph_constants, transducer_graph
-from .greedy import Emission, TransducerState
+from .greedy import Decoded, Emission, Piece, TransducerState, ahead_in_two
 from .reference import Parakeet
 
 log = logging.getLogger(__name__)
 
 MAX_FRAMES = 512  # of a seat; more are decoded in pieces, which changes nothing
-N_SEATS = 64  # for streams of one launch
+SEATS_OF_STREAM = 2  # at most, in one launch: what is decoded for good, and what lies ahead
+N_SEATS = 64 * SEATS_OF_STREAM
 _SPIN_S = 2e-3  # a call takes less
 _WAIT_S = 1.0  # at a time; the runtime itself finds out when the device stalls
 
@@ -76,17 +78,54 @@ class _Stream:
 
     frames: Tensor  # [T, P]
     state: TransducerState
+    behind: Tensor | None = None  # [T, P], not given yet
     begins: bool = False
     n_done: int = 0  # frames given
     emissions: list[Emission] = field(default_factory=list)
+    ahead: list[Emission] = field(default_factory=list)
 
     @property
-    def n_left(self) -> int:
-        return len(self.frames) - self.n_done
+    def is_under_way(self) -> bool:
+        return self.begins or self.n_done < len(self.frames) or self.behind is not None
 
-    def next_frames(self, n: int) -> Tensor:
-        """[n, P], of those not given yet."""
-        return self.frames if n == len(self.frames) else self.frames[self.n_done : self.n_done + n]
+    def next_jobs(self, room: int) -> "list[_Job]":
+        """What comes next in at most two seats of ``room`` frames, one after the other; frames passed over are gone."""
+        n_left = len(self.frames) - self.n_done
+        n = min(n_left, room)
+        jobs = []
+        if self.begins or self.state.time_jump < n:
+            frames = self.frames if n == len(self.frames) else self.frames[self.n_done : self.n_done + n]
+            jobs.append(_Job(self, frames, 0 if self.begins else self.state.time_jump, begins=self.begins))
+        else:
+            self.state = replace(self.state, time_jump=self.state.time_jump - n)
+            self.n_done += n
+        if n == n_left and self.behind is not None:
+            if jobs:
+                jobs.append(_Job(self, self.behind, 0, is_ahead=True, continues=True))
+            elif self.state.time_jump < len(self.behind):
+                jobs.append(_Job(self, self.behind, self.state.time_jump, is_ahead=True))
+            self.behind = None
+        return jobs
+
+
+@dataclass(slots=True)
+class _Job:
+    """What one seat has to do in a launch."""
+
+    stream: _Stream
+    frames: Tensor  # [T, P]
+    first_frame: int
+    begins: bool = False
+    continues: bool = False  # what the job before it in the same stream leaves
+    is_ahead: bool = False
+    n_past: int = 0  # frames that are passed over behind these
+
+    def part(self, seat: int) -> FramePart:
+        return FramePart(len(self.frames), self.first_frame, self.begins, seat, self.continues)
+
+    def add(self, record: EmissionRecord) -> None:
+        to, first = (self.stream.ahead, 0) if self.is_ahead else (self.stream.emissions, self.stream.n_done)
+        to.append(Emission(record.token, first + record.frame, record.duration, record.log_probability))
 
 
 class MegakernelDecoder:
@@ -115,19 +154,23 @@ class MegakernelDecoder:
             state = self._buffers.state_in
             nothing = SeatState(state[0, :, 0], state[0, :, 1], state[0, 0, 0], packed=state[0])
             stream = _Stream(self._buffers.frames[0, :0], nothing, begins=True)
-            with _runtime_errors():
-                self._round([stream])
+            self._finish([stream])
             self._start = stream.state
         return self._start
 
-    @torch.inference_mode()
     def decode(self, batch: Sequence[tuple[Tensor, TransducerState]]) -> list[tuple[list[Emission], TransducerState]]:
         """See ``TransducerDecoder``."""
         streams = [_Stream(frames, state) for frames, state in batch]
-        with _runtime_errors():
-            while under_way := [stream for stream in streams if stream.n_left]:
-                self._round(under_way[: len(self._buffers.frames)])
+        self._finish(streams)
         return [(stream.emissions, stream.state) for stream in streams]
+
+    def decode_ahead(self, batch: Sequence[Piece]) -> list[Decoded]:
+        """See ``TransducerDecoder``: in one launch, where all that lies ahead has room in a seat."""
+        if any(len(piece.behind) > self._room for piece in batch):
+            return ahead_in_two(self, batch)
+        streams = [_Stream(piece.frames, piece.state, piece.behind if len(piece.behind) else None) for piece in batch]
+        self._finish(streams)
+        return [Decoded(stream.emissions, stream.state, stream.ahead) for stream in streams]
 
     def close(self) -> None:
         """Give everything back. A kernel that can't be stopped keeps its memory, and perhaps the device."""
@@ -136,68 +179,73 @@ class MegakernelDecoder:
         except DeviceError as error:
             log.warning("the device was not given back: %s", error)
 
-    def _round(self, streams: Sequence[_Stream]) -> None:
-        """The next piece of each stream, in one launch."""
-        asked: list[_Stream] = []
-        for stream in streams:
-            n_frames = self._n_next(stream)
-            if stream.begins or stream.state.time_jump < n_frames:
-                asked.append(stream)
-            else:  # passed over as a whole
-                stream.state = replace(stream.state, time_jump=stream.state.time_jump - n_frames)
-                stream.n_done += n_frames
-        if asked:
-            self._run(asked)
+    @property
+    def _room(self) -> int:
+        """Frames of a seat."""
+        return self._buffers.frames.shape[1]
 
-    def _n_next(self, stream: _Stream) -> int:
-        return min(stream.n_left, self._buffers.frames.shape[1])
+    @torch.inference_mode()
+    def _finish(self, streams: Sequence[_Stream]) -> None:
+        """Launch after launch, until all has been said."""
+        at_once = len(self._seats) // SEATS_OF_STREAM
+        with _runtime_errors():
+            while under_way := [stream for stream in streams if stream.is_under_way]:
+                of_streams = [own for stream in under_way[:at_once] if (own := stream.next_jobs(self._room))]
+                if of_streams:
+                    self._run(of_streams)
 
-    def _run(self, streams: Sequence[_Stream]) -> None:
-        """Stream i in seat i."""
-        lengths = [self._n_next(stream) for stream in streams]
-        self._fill(streams, lengths)
+    def _run(self, of_streams: Sequence[Sequence[_Job]]) -> None:
+        """One launch: job i in seat i, a stream's jobs one after the other in one slot."""
+        jobs = [job for own in of_streams for job in own]
+        ends = list(accumulate(map(len, of_streams)))
+        self._fill(jobs)
         ready = _recorded(self._buffers.frames.device)
-        seats = share_out(lengths, self._n_slots)
+        lengths = [sum(len(job.frames) for job in own) for own in of_streams]
+        seats = [
+            [seat for stream in own for seat in range(ends[stream] - len(of_streams[stream]), ends[stream])]
+            for own in share_out(lengths, self._n_slots)
+        ]
         for slot, own in enumerate(seats):
-            parts = tuple(_part(streams[seat], seat, lengths[seat]) for seat in own)
+            parts = tuple(jobs[seat].part(seat) for seat in own)
             self._runtime.open(slot, TransducerRequest(parts), after=ready)
-        jumps = self._collect(streams, seats)
-        found = self._buffers.state_out[: len(streams)].clone()  # [streams, L, 2, P]
-        projected = functional.linear(found[:, -1, 0], *self._projector)
+        self._collect(jobs, seats)
+        found = self._buffers.state_out[: len(jobs)].clone()  # [jobs, L, 2, P]
+        projected = functional.linear(found[:, -1, 0], *self._projector).unbind()
         hidden, cells, packed = found[:, :, 0].unbind(), found[:, :, 1].unbind(), found.unbind()
-        for seat, (stream, last) in enumerate(zip(streams, projected.unbind(), strict=True)):
-            stream.state = SeatState(hidden[seat], cells[seat], last, jumps[seat], packed[seat])
-            stream.n_done += lengths[seat]
+        for seat, job in enumerate(jobs):
+            if not job.is_ahead:
+                stream = job.stream
+                stream.state = SeatState(hidden[seat], cells[seat], projected[seat], job.n_past, packed[seat])
+                stream.n_done += len(job.frames)
+                stream.begins = False
 
-    def _fill(self, streams: Sequence[_Stream], lengths: Sequence[int]) -> None:
+    def _fill(self, jobs: Sequence[_Job]) -> None:
         """Frames and states to the seats, in two operations: each takes longer to ask for than to do."""
-        seats = {n_frames: self._buffers.frames[:, :n_frames].unbind() for n_frames in set(lengths)}
-        to = [seats[n_frames][seat] for seat, n_frames in enumerate(lengths)]
-        torch._foreach_copy_(to, [each.next_frames(n) for each, n in zip(streams, lengths, strict=True)])
-        torch._foreach_copy_(self._seats[: len(streams)], [_packed(each.state) for each in streams])
+        seats = {n: self._buffers.frames[:, :n].unbind() for n in {len(job.frames) for job in jobs}}
+        to = [seats[len(job.frames)][seat] for seat, job in enumerate(jobs)]
+        torch._foreach_copy_(to, [job.frames for job in jobs])
+        restored = [seat for seat, job in enumerate(jobs) if not (job.begins or job.continues)]
+        if restored:
+            states = [_packed(jobs[seat].stream.state) for seat in restored]
+            torch._foreach_copy_([self._seats[seat] for seat in restored], states)
 
-    def _collect(self, streams: Sequence[_Stream], seats: Sequence[Sequence[int]]) -> list[int]:
-        """Emissions to their streams until all slots are done; then by how many frames each seat's are passed."""
-        jumps = [0] * len(streams)
-        left = [list(reversed(own)) for own in seats]  # of each slot: its seats, the last one first
-        n_left = len(streams)
+    def _collect(self, jobs: Sequence[_Job], seats: Sequence[Sequence[int]]) -> None:
+        """Emissions to their streams until all slots are done, and by how many frames each seat's are passed."""
+        left = [[jobs[seat] for seat in reversed(own)] for own in seats]  # of each slot, the last one first
+        n_left = len(jobs)
         self._runtime.burst()
         while n_left:
             for record in self._runtime.wait(_WAIT_S):
                 match record:
                     case EmissionRecord():
-                        stream = streams[left[record.slot][-1]]
-                        frame = stream.n_done + record.frame
-                        emission = Emission(record.token, frame, record.duration, record.log_probability)
-                        stream.emissions.append(emission)
+                        left[record.slot][-1].add(record)
                     case PartRecord():
-                        jumps[left[record.slot].pop()] = record.n_past
+                        left[record.slot].pop().n_past = record.n_past
                         n_left -= 1
                     case DoneRecord():
-                        jumps[left[record.slot].pop()] = record.n_verified
+                        left[record.slot].pop().n_past = record.n_verified
                         n_left -= 1
         self._runtime.leave()
-        return jumps
 
 
 def share_out(lengths: Sequence[int], n_slots: int) -> list[list[int]]:
@@ -220,10 +268,6 @@ def _packed(state: TransducerState) -> Tensor:
     return torch.stack((state.hidden, state.cell), dim=1).float()
 
 
-def _part(stream: _Stream, seat: int, n_frames: int) -> FramePart:
-    return FramePart(n_frames, 0 if stream.begins else stream.state.time_jump, stream.begins, seat)
-
-
 def _recorded(device: torch.device) -> Event | None:
     """An event behind what was put on the device's stream; ``None`` on the CPU, where everything is done already."""
     if device.type != "cuda":
@@ -231,28 +275,6 @@ def _recorded(device: torch.device) -> Event | None:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it out
     event.record()
     return event
-
-
-class MegakernelBackend:
-    """See ``backend.Backend``: an encoder in torch, and the rest in the megakernel."""
-
-    def __init__(
-        self,
-        listen: Callable[[Sequence[NDArray[np.float32]]], list[Tensor]],
-        decoder: MegakernelDecoder,
-        *,
-        max_buffers: int,
-    ) -> None:
-        """``listen`` turns buffers of samples into projected frames."""
-        self.max_buffers = max_buffers
-        self._listen = listen
-        self._decoder = decoder
-        self.start, self.decode, self.close = decoder.start, decoder.decode, decoder.close
-
-    def listen(self, buffers: Sequence[NDArray[np.float32]]) -> list[Tensor]:
-        """See ``Backend``."""
-        with device_errors():
-            return self._listen(buffers)
 
 
 def decoder_on(
@@ -266,13 +288,13 @@ def decoder_on(
 ) -> MegakernelDecoder:
     """The decoder of ``model``'s weights on a GPU, tested. Compiled kernels are kept in ``cache``.
 
-    ``target``: how the device is used; by as many rows a step as the kernel takes if it is None.
+    ``target``: how the device is used, ``usual_target`` if it is None.
 
     Raises:
         DeviceError, CompileError: if the device can't run it, or computes something else.
     """
     graph = transducer_graph(model.config, n_frames=n_frames, n_seats=n_seats)
-    program = compile_program(graph, target or replace(target_for(device), max_rows=MAX_KERNEL_ROWS))
+    program = compile_program(graph, target or usual_target(device, model.config))
     constants = graph_constants(graph, model.state_dict())
     no_rules = np.zeros((1, 2, bitmap_words(graph.sizes.n_tokens)), np.uint32)
     launcher = Launcher.load(program, constants, no_rules, device=device, cache=cache)
@@ -283,6 +305,13 @@ def decoder_on(
     on = buffers.state_in.device
     weight, bias = (constants[f"{PROJECTOR}.{name}"].to(on, torch.float32) for name in ("weight", "bias"))
     return MegakernelDecoder(runtime, buffers, (weight, bias))
+
+
+def usual_target(device: Device, config: ParakeetConfig) -> Target:
+    """All SMs of a GPU, or as many as a small vocabulary occupies: each has a part of the joint network."""
+    n_parts = sum(-(-n // GRANULE_ROWS) for n in (config.vocabulary_size, len(config.durations)))
+    n_sms = n_parts if n_parts < device.n_sms else None
+    return replace(target_for(device, n_sms=n_sms), max_rows=MAX_KERNEL_ROWS)
 
 
 @contextmanager

@@ -5,18 +5,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from numpy.typing import NDArray
 
+from megakernel.device import find_device
 from models.backends import Backends, Offer
-from models.parakeet.backend import Backend
+from models.errors import ModelUnavailableError
+from models.parakeet.backend import Backend, TorchBackend
 from models.parakeet.config import FRAME_SAMPLES, ParakeetConfig
 from models.parakeet.device_backend import megakernel_on_device, torch_on_device
 from models.parakeet.engine import ParakeetEngine
 from models.parakeet.graph_decoder import GraphDecoder
 from models.parakeet.greedy import Emission, TorchDecoder
+from models.parakeet.loading import read_model
+from models.parakeet.megakernel_backend import decoder_on
 from models.parakeet.reference import Parakeet
 from models.parakeet.tokens import Pieces
+from models.store import find_model, recording
 from models.timeline import Timeline
 from streaming.engine import Chunk, DecodeOptions
 from vad.audio import SpeechSpan
@@ -75,6 +81,24 @@ def test_frames_in_pieces_write_the_same(backend: Backend) -> None:
         pieces += [(token, begin + frame, duration) for token, frame, duration in said(emissions)]
     assert len(whole) > 10
     assert pieces == said(whole)
+
+
+def test_the_small_model_says_of_real_speech_what_it_says_in_torch(tmp_path: Path) -> None:
+    """On fewer SMs than the GPU has."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device")
+    try:
+        samples, _ = soundfile.read(recording("beckett", fetch_missing=False), dtype="float32")
+    except ModelUnavailableError as error:
+        pytest.skip(str(error))
+    model, _ = read_model(find_model("parakeet-tiny"))
+    (frames,) = TorchBackend(model, max_buffers=1, max_frames=160).listen([samples])
+    reference, decoder = TorchDecoder(model), decoder_on(model, find_device(), cache=tmp_path)
+    ((expected, _),) = reference.decode([(frames, reference.start())])
+    ((found, _),) = decoder.decode([(frames.cuda(), decoder.start())])
+    decoder.close()
+    assert len(found) > 20
+    assert said(found) == said(expected)
 
 
 def test_an_engine_streams_many_at_once(backend: Backend) -> None:

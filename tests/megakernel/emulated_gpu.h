@@ -121,6 +121,9 @@ inline unsigned __shfl_xor_sync(unsigned, unsigned x, int mask) {
 inline float __shfl_xor_sync(unsigned all, float x, int mask) {
     return __uint_as_float(__shfl_xor_sync(all, __float_as_uint(x), mask));
 }
+inline unsigned __shfl_sync(unsigned, unsigned x, int lane) {
+    return emulated::together(x, [&](const unsigned* words) { return words[lane]; });
+}
 inline unsigned __shfl_up_sync(unsigned, unsigned x, int by) {
     const int me = emulated::now->thread % 32;
     return emulated::together(x, [&](const unsigned* words) { return words[me < by ? me : me - by]; });

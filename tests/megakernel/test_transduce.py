@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megakernel.errors import RequestError
 from megakernel.isa import Command, CommandKind, EndReason, FaultKind, LeaveReason, RecordKind
 from megakernel.ops import Sizes, Transducer
 from megakernel.pick import SelectError
@@ -95,6 +96,35 @@ def test_a_part_follows_the_last_one_in_its_seat() -> None:
     done, told = run(slot, [FramePick(BLANK, 0.0, 3)] * 8)
     assert done is None
     assert told == [Emitted(RecordKind.DONE, 0, 7, EndReason.FRAMES, 0.0, 0)]
+
+
+def test_a_part_that_continues_has_the_text_and_the_frames_to_pass_over_of_the_one_before() -> None:
+    parts = (FramePart(2, begins=True), FramePart(5, seat=2, continues=True))
+    slot: Slot | None = Slot.of(TransducerRequest(parts), 7, TRANSDUCER)
+    assert slot is not None
+    slot, told = run(slot, [FramePick(4, 1.0, 3)] * 2)
+    assert slot is not None and slot.feed is Feed.TOKEN
+    slot, told = run(slot, [])
+    assert slot is not None
+    assert told == [Emitted(RecordKind.PART, 0, 7, 0, 0, 2)]
+    assert (slot.index, slot.frame, slot.feed, slot.state_seat, slot.has_step) == (1, 2, Feed.NOTHING, 0, False)
+    slot, told = run(slot, [FramePick(5, 1.0, 1)])
+    assert slot is not None and slot.state_seat == 0
+    slot, _ = run(slot, [FramePick(BLANK, 0.0, 1)])
+    assert slot is not None and slot.state_seat == 2
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (FramePart(2, continues=True),),
+        (FramePart(2), FramePart(2, begins=True, continues=True)),
+        (FramePart(2), FramePart(2, 1, continues=True)),
+    ],
+)
+def test_a_part_continues_only_behind_another(parts: tuple[FramePart, ...]) -> None:
+    with pytest.raises(RequestError, match="only behind another part"):
+        encode_transducer_request(TransducerRequest(parts), ticket=1, sizes=SIZES)
 
 
 def test_what_was_at_hand_is_brought_back_before_the_token_that_waits() -> None:

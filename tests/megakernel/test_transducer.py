@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +154,10 @@ def test_the_evaluation_says_what_a_plain_loop_says(n_layers: int) -> None:
     assert n_compared > 20
 
 
+def some_continue(rng: random.Random, part: FramePart) -> FramePart:
+    return replace(part, first_frame=0, begins=False, continues=True) if rng.random() < 0.5 else part
+
+
 # --- evaluate = interpret --------------------------------------------------------------------------------------------
 
 
@@ -169,7 +174,8 @@ def test_the_packed_program_computes_the_same_bits_however_sms_take_turns() -> N
             for seat, n in enumerate(rng.randint(0, N_FRAMES) for _ in range(rng.choice([1, 2, 5, N_SEATS])))
         ]
         n_slots = min(rng.choice([1, 3, 8]), len(parts))
-        requests = [TransducerRequest(tuple(parts[slot::n_slots])) for slot in range(n_slots)]
+        own = [parts[slot::n_slots] for slot in range(n_slots)]
+        requests = [TransducerRequest((first, *map(partial(some_continue, rng), others))) for first, *others in own]
         expected, memory = evaluated(program, constants, frames, requests, state_in)
         found, device = interpreted(program, constants, frames, requests, state_in, seed=seed)
         assert found == expected

@@ -59,7 +59,10 @@ class Host:
         if choice < 0.3 and free and len(self.asked) < N_REQUESTS:
             slot, ticket = self.rng.choice(free), len(self.asked)
             request = TransducerRequest(
-                tuple(self.part(seat) for seat in range(2 * slot, 2 * slot + self.rng.choice([1, 2])))
+                (
+                    self.part(2 * slot),
+                    *(self.part(2 * slot + 1, may_continue=True) for _ in range(self.rng.choice([0, 1]))),
+                )
             )
             words = encode_transducer_request(request, ticket=ticket, sizes=self.program.sizes)
             self.mailbox.put_request(slot, words)
@@ -73,8 +76,10 @@ class Host:
         elif choice < 0.4 and self.is_running:
             self.mailbox.give(CommandKind.YIELD)
 
-    def part(self, seat: int) -> FramePart:
+    def part(self, seat: int, *, may_continue: bool = False) -> FramePart:
         n_frames = self.rng.randint(0, N_FRAMES)
+        if may_continue and self.rng.random() < 0.5:
+            return FramePart(n_frames, seat=seat, continues=True)
         return FramePart(n_frames, self.rng.randint(0, min(n_frames, 2)), begins=self.rng.random() < 0.7, seat=seat)
 
     def listen(self) -> None:

@@ -175,6 +175,30 @@ def test_a_slot_takes_one_seat_after_the_other(device: Device) -> None:
     assert all(torch.equal(state_of(device, seat), states[seat]) for seat in REQUESTS)
 
 
+def test_a_part_that_continues_says_what_one_piece_says_and_leaves_the_state_before_it(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = device.run({0: REQUESTS[0]})[0]
+    behind = state_of(device, 0)
+    frames = device.buffers.frames[0].clone()
+    for cut in (0, 9, 24):
+        for n_steps in (1024, 2):
+            monkeypatch.setattr("megakernel.runtime.MAX_STEPS", n_steps)
+            before = device.run({1: one(0, FramePart(cut, begins=True))})[1]
+            state = state_of(device, 0)
+            device.buffers.frames[4, : 24 - cut] = frames[cut:24]
+            parts = (FramePart(cut, begins=True), FramePart(24 - cut, seat=4, continues=True))
+            said = device.run({1: TransducerRequest(parts)})[1]
+            (ended,) = [index for index, record in enumerate(said) if isinstance(record, PartRecord)]
+            tokens = [key(record) for record in said[:ended]]
+            tokens += [(t, f + cut, d, p) for t, f, d, p in map(key, said[ended + 1 : -1])]  # type: ignore[misc]
+            assert tokens == [key(record) for record in whole[:-1]]
+            assert key(said[ended])[1] == key(before[-1])[1] and key(said[-1])[1] == key(whole[-1])[1]
+            assert torch.equal(state_of(device, 0), state)
+            if any(isinstance(record, EmissionRecord) for record in said[ended:]):
+                assert torch.equal(state_of(device, 4), behind)
+
+
 def test_frames_may_be_cut_anywhere(device: Device) -> None:
     whole = device.run({0: REQUESTS[0]})[0]
     state = state_of(device, 0)

@@ -24,7 +24,7 @@ V3 = ParakeetConfig(128, 24, 1024, 8, 4096, 9, 256, 640, 2, 8193, 8192)
 
 def backend_of(model: Parakeet) -> DeviceBackend:
     stage = Stage(model, TorchOperations(model.config, torch.float32), torch.zeros(1), max_frames=64)
-    return DeviceBackend(Listener(stage, None), GraphDecoder(model, torch.zeros(1), None))
+    return DeviceBackend(Listener(stage, None).listen, GraphDecoder(model, torch.zeros(1), None))
 
 
 def test_what_is_heard_and_written_is_what_the_reference_hears_and_writes() -> None:
@@ -46,7 +46,7 @@ def test_what_the_device_raises_is_an_error_of_the_backend(monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
 
-    monkeypatch.setattr(Listener, "listen", fail)
+    monkeypatch.setattr(backend, "_listen", fail)
     monkeypatch.setattr(GraphDecoder, "decode", fail)
     for call in (lambda: backend.listen([]), lambda: backend.decode([])):
         with pytest.raises(BackendError, match="^CUDA error: an illegal memory access was encountered$"):

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from torch import Tensor
 
 from megakernel.compile import compile_program
+from megakernel.device import Device, target_for
 from megakernel.errors import FaultError, SelfTestError
 from megakernel.launcher import TransducerBuffers
 from megakernel.mailbox import Record
@@ -19,11 +21,14 @@ from megakernel.selftest_transducer import compare
 from megakernel.target import Target
 from megakernel.transducer_header import MAX_KERNEL_ROWS
 from models.backends import BackendError
+from models.parakeet.backend import TorchBackend
 from models.parakeet.config import ParakeetConfig
 from models.parakeet.graph import PROJECTOR, graph_constants, transducer_graph
-from models.parakeet.greedy import Emission, TorchDecoder, TransducerState
-from models.parakeet.megakernel_backend import MegakernelBackend, MegakernelDecoder, share_out
+from models.parakeet.greedy import Emission, Piece, TorchDecoder, TransducerState, ahead_in_two
+from models.parakeet.loading import read_model
+from models.parakeet.megakernel_backend import MegakernelDecoder, share_out, usual_target
 from models.parakeet.reference import Parakeet
+from models.store import find_model, recording
 from tests.megakernel.emulator import COMPILER, EmulatedLauncher
 
 CONFIG = ParakeetConfig(128, 1, 128, 2, 256, 9, 32, 128, 2, 45, 44, max_symbols=3)
@@ -50,8 +55,8 @@ def decoder_fixture(model: Parakeet, tmp_path_factory: pytest.TempPathFactory) -
     return emulated_decoder(model, tmp_path_factory.mktemp("kernel"))
 
 
-def emulated_decoder(model: Parakeet, folder: Path) -> MegakernelDecoder:
-    graph = transducer_graph(model.config, n_frames=N_FRAMES, n_seats=9)
+def emulated_decoder(model: Parakeet, folder: Path, *, n_frames: int = N_FRAMES) -> MegakernelDecoder:
+    graph = transducer_graph(model.config, n_frames=n_frames, n_seats=9)
     program = compile_program(graph, Target("three", "sm_80", 3, 166_912, MAX_KERNEL_ROWS))
     constants = graph_constants(graph, model.state_dict())
     launcher = EmulatedLauncher(program, {name: value.numpy() for name, value in constants.items()}, folder)
@@ -110,11 +115,52 @@ def test_cutting_frames_anywhere_changes_no_bit(decoder: MegakernelDecoder) -> N
     assert torch.equal(state.projected, behind.projected) and state.time_jump == behind.time_jump
 
 
+def test_what_lies_ahead_is_said_in_the_same_launch_and_changes_no_state(decoder: MegakernelDecoder) -> None:
+    lengths = [(4, 13), (0, 9), (3, 0), (1, 1), (33, 16), (9, 5), (4, 13), (2, 2), (16, 12), (5, 16), (0, 0), (1, 3)]
+    frames = [random_frames(sum(both), seed) for seed, both in enumerate(lengths)]
+    state = decoder.start()
+    pieces = [
+        Piece(each[:n], replace(state, time_jump=seed % 4), each[n:])
+        for seed, (each, (n, _)) in enumerate(zip(frames, lengths, strict=True))
+    ]
+    expected = ahead_in_two(decoder, pieces)
+    n_ahead = 0
+    for found, other in zip(decoder.decode_ahead(pieces), expected, strict=True):
+        assert (found.emissions, found.ahead) == (other.emissions, other.ahead)
+        assert found.state.time_jump == other.state.time_jump
+        assert torch.equal(found.state.hidden, other.state.hidden) and torch.equal(found.state.cell, other.state.cell)
+        torch.testing.assert_close(found.state.projected, other.state.projected)
+        n_ahead += len(found.ahead)
+    assert n_ahead > 20
+    (longer,) = decoder.decode_ahead([Piece(frames[0][:4], state, random_frames(20, 0))])
+    assert longer.emissions == expected[0].emissions
+
+
 def test_frames_that_are_passed_over_ask_the_device_for_nothing(decoder: MegakernelDecoder) -> None:
     state = replace(decoder.start(), time_jump=5)
     ((emissions, after),) = decoder.decode([(random_frames(3, 0), state)])
     assert not emissions and after.time_jump == 2
     assert after.hidden is state.hidden
+
+
+def test_the_small_model_says_of_real_speech_what_it_says_in_torch(tmp_path: Path) -> None:
+    model, _ = read_model(find_model("parakeet-tiny"))
+    samples, _ = soundfile.read(recording("beckett"), dtype="float32")
+    (frames,) = TorchBackend(model, max_buffers=1, max_frames=160).listen([samples])
+    reference, decoder = TorchDecoder(model), emulated_decoder(model, tmp_path, n_frames=128)
+    ((expected, _),) = reference.decode([(frames, reference.start())])
+    ((found, _),) = decoder.decode([(frames, decoder.start())])
+    assert len(found) > 20
+    assert what(found) == what(expected)
+
+
+def test_a_model_of_few_tokens_leaves_the_sms_alone_that_would_have_none() -> None:
+    device = Device(0, "NVIDIA H200", (9, 0), 132, 232_448, 1 << 37, is_cooperative=True, driver=13_000)
+    small = replace(CONFIG, vocabulary_size=257, blank_id=256)
+    assert usual_target(device, small).n_sms == 34
+    compile_program(transducer_graph(small, n_frames=8, n_seats=1), usual_target(device, small))
+    large = replace(CONFIG, vocabulary_size=8193, blank_id=8192)
+    assert usual_target(device, large) == replace(target_for(device), max_rows=MAX_KERNEL_ROWS)
 
 
 def test_pieces_are_shared_out_evenly_and_no_slot_is_empty() -> None:
@@ -143,11 +189,10 @@ class Broken:
 
 def test_a_device_that_gives_up_is_a_reason_to_take_another_backend(decoder: MegakernelDecoder) -> None:
     broken = MegakernelDecoder(Broken(), decoder._buffers, decoder._projector)
-    backend = MegakernelBackend(lambda buffers: [], broken, max_buffers=1)
     state = TransducerState(torch.zeros(2, 128), torch.zeros(2, 128), torch.zeros(128))
     with pytest.raises(BackendError, match="TIMEOUT on SM 3"):
-        backend.decode([(random_frames(3, 0), state)])
-    backend.close()  # says so in the log, and does not raise
+        broken.decode([(random_frames(3, 0), state)])
+    broken.close()  # says so in the log, and does not raise
 
 
 def test_the_self_test_accepts_the_kernel_and_finds_a_wrong_weight(model: Parakeet, decoder: MegakernelDecoder) -> None:
