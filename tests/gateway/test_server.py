@@ -19,7 +19,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from gateway.app import build_app
 from gateway.config import Config
-from gateway.server import MAX_OUTGOING
+from gateway.server import MAX_OUTGOING, SCORE_INTERVAL_S
 from gateway.session import DecodeJob, Session
 from models.scripted import ScriptedEngine, recite
 from streaming.engine import Chunk, EngineStream
@@ -200,6 +200,28 @@ def test_a_lost_connection_is_resumed_with_the_same_transcript(address: str, sha
     numbers = [message["event"] for message in seen]
     assert numbers == sorted(set(numbers))
     assert finals(seen) == "it was the best of times it was"
+
+
+def test_windows_of_many_small_packets_are_scored_together(engine: ScriptedEngine) -> None:
+    class Counting(EnergyDetector):
+        n_calls = 0
+
+        def score(
+            self, batch: Sequence[tuple[DetectorState, NDArray[np.float32]]]
+        ) -> list[tuple[NDArray[np.float32], DetectorState]]:
+            self.n_calls += 1
+            return super().score(batch)
+
+    detector = Counting()
+    began_s = time.monotonic()
+    with served(engine, detector) as address, open_stream(address) as stream:
+        stream.send(json.dumps(HELLO))
+        audio = speech(2.0)
+        for at in range(0, len(audio), 1_024):  # a window each
+            stream.send(audio[at : at + 1_024])
+        assert finals(finish(stream)) == "it was the best of times"
+        n_at_most = (time.monotonic() - began_s) / SCORE_INTERVAL_S + 2
+    assert detector.n_calls <= n_at_most
 
 
 def test_resuming_takes_over_a_connection_that_still_looks_alive(address: str) -> None:
