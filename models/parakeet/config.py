@@ -19,17 +19,20 @@ FRAME_SAMPLES = HOP_SAMPLES * SUBSAMPLING  # one encoder frame, 80 ms
 DEFAULT_MAX_SYMBOLS = 10  # of every published checkpoint
 MODEL_TYPE = "parakeet_tdt"  # in a config.json
 
-_COUNTS = (  # sizes of which there is one at least
-    "n_mels",
-    "n_layers",
-    "d_model",
-    "n_heads",
-    "d_ffn",
-    "conv_kernel",
-    "subsampling_channels",
-    "d_predictor",
-    "n_predictor_layers",
-)
+_AT_MOST = {  # several times what any published checkpoint has; each is 1 at least
+    "n_mels": 1024,
+    "n_layers": 256,
+    "d_model": 16_384,
+    "n_heads": 256,
+    "d_ffn": 65_536,
+    "conv_kernel": 255,
+    "subsampling_channels": 4096,
+    "d_predictor": 16_384,
+    "n_predictor_layers": 32,
+    "vocabulary_size": 1 << 20,
+    "max_symbols": 1024,
+}
+_MAX_DURATIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,9 @@ class ParakeetConfig:
     attention_span: tuple[int, int] | None = None  # frames seen to the left and right; None: all
 
     def __post_init__(self) -> None:
-        if small := [name for name in _COUNTS if getattr(self, name) < 1]:
-            raise ValueError(f"{small[0]} is {getattr(self, small[0])}, should be 1 or more")
+        for name, at_most in _AT_MOST.items():
+            if not 1 <= getattr(self, name) <= at_most:
+                raise ValueError(f"{name} is {getattr(self, name)}, accepted are 1 to {at_most}")
         if self.d_model % self.n_heads or self.d_model % 2:
             raise ValueError(f"width {self.d_model} is not even, or not a multiple of {self.n_heads} heads")
         if self.n_mels % SUBSAMPLING:
@@ -65,8 +69,8 @@ class ParakeetConfig:
             raise ValueError(f"a convolution kernel of {self.conv_kernel} has no middle")
         if not 0 <= self.blank_id < self.vocabulary_size:
             raise ValueError(f"blank {self.blank_id} is none of {self.vocabulary_size} tokens")
-        if not self.durations or min(self.durations) < 0 or self.max_symbols < 1:
-            raise ValueError(f"durations {self.durations} or max_symbols {self.max_symbols} can't be decoded with")
+        if not 0 < len(self.durations) <= _MAX_DURATIONS or min(self.durations) < 0:
+            raise ValueError(f"durations {self.durations}, accepted are 1 to {_MAX_DURATIONS}, each 0 or more")
         if self.attention_span is not None and min(self.attention_span) < 0:
             raise ValueError(
                 f"attention over {self.attention_span} frames to the left and right; accepted are 0 or more"

@@ -277,6 +277,8 @@ def _check(stream: ParakeetStream, chunk: Chunk, card: ModelCard) -> None:
     n_samples, left, right = len(chunk.samples), chunk.left_context_samples, chunk.right_context_samples
     if n_samples > card.max_window_samples:
         raise ValueError(f"{card.name} takes chunks up to {card.max_window_samples} samples, not {n_samples}")
+    if chunk.span.n_samples != n_samples:
+        raise ValueError(f"the chunk's span has {chunk.span.n_samples} samples, but {n_samples} were given")
     region = n_samples - left - right
     if left % FRAME_SAMPLES or region < 0 or (region % FRAME_SAMPLES and not _is_last(chunk)):
         raise ValueError(
@@ -295,7 +297,7 @@ def _is_last(chunk: Chunk) -> bool:
 
 def _buffer(chunk: Chunk) -> NDArray[np.float32]:
     """What is heard at once: the chunk, and silence behind speech that may be over."""
-    if not chunk.is_final:
+    if not chunk.is_final or not PADDING_SAMPLES:
         return chunk.samples
     return np.concatenate([chunk.samples, np.zeros(PADDING_SAMPLES, np.float32)])
 

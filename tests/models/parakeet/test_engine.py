@@ -340,6 +340,8 @@ def test_chunks_that_are_too_long_not_whole_frames_or_do_not_follow_are_refused(
     with pytest.raises(ValueError, match="takes chunks up to 640000 samples, not 640001"):
         one(engine, stream, Chunk(SpeechSpan(0, len(long)), long, is_final=True))
     good = chunk(numbered(), 0, 10, right=2)
+    with pytest.raises(ValueError, match="the chunk's span has 15359 samples, but 15360 were given"):
+        one(engine, stream, replace(good, span=SpeechSpan(0, 15_359)))
     for wrong in (replace(good, left_context_samples=100), replace(good, right_context_samples=100)):
         with pytest.raises(ValueError, match="whole frames of 1280 samples"):
             one(engine, stream, wrong)
