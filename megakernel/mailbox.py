@@ -188,6 +188,7 @@ class Mailbox:
         self.n_commands = 0  # given so far
         self.n_carried_out = 0  # of these, at least
         self.n_records = 0  # taken so far
+        self._n_seen = 0  # looked at for the last one
 
     # --- to the device ---
 
@@ -230,6 +231,17 @@ class Mailbox:
         place = self.n_records % isa.RECORD_SLOTS
         return int(self._records[place, isa.Record.FIRST_SEQUENCE]) == (self.n_records + 1) & _WORD_MASK
 
+    @property
+    def has_last_record(self) -> bool:
+        """Whether a record has begun to come that says that the kernel leaves. Cheap: asked again and again."""
+        while True:
+            words = self._records[self._n_seen % isa.RECORD_SLOTS]
+            if int(words[isa.Record.FIRST_SEQUENCE]) != (self._n_seen + 1) & _WORD_MASK:
+                return False
+            if int(words[isa.Record.KIND]) % SLOT_FACTOR == RecordKind.LEFT:
+                return True
+            self._n_seen += 1
+
     def take_records(self) -> list[Record]:
         """Whole records that were not taken yet, in order."""
         taken: list[Record] = []
@@ -246,6 +258,7 @@ class Mailbox:
         n_whole = len(words) if is_whole.all() else int(is_whole.argmin())
         self._fence()
         self.n_records += n_whole
+        self._n_seen = max(self._n_seen, self.n_records)
         return [_decode(body) for body in words[:n_whole].tolist()]
 
     def _fence(self) -> None:

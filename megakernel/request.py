@@ -14,6 +14,7 @@ from . import isa
 from .errors import RequestError
 from .graph import Sizes
 from .numbers import float_word, word_float
+from .ops import Transducer
 
 _LARGEST_WORD = 0xFFFFFFFF
 
@@ -143,17 +144,20 @@ def encode_transducer_request(request: TransducerRequest, *, ticket: int, sizes:
     if sizes.transducer is None:
         raise RequestError("the program is no transducer's: it takes tokens, not frames")
     _in_range("parts", len(request.parts), 1, isa.MAX_PARTS)
+    head = [0] * isa.REQUEST_HEAD_WORDS
+    head[isa.FrameRequest.N_PARTS], head[isa.FrameRequest.TICKET] = len(request.parts), ticket
+    parts = [word for index, part in enumerate(request.parts) for word in _part_words(part, index, sizes.transducer)]
     words = np.zeros(isa.REQUEST_WORDS, np.uint32)
-    words[isa.FrameRequest.N_PARTS] = len(request.parts)
-    words[isa.FrameRequest.TICKET] = ticket
-    parts = words[isa.REQUEST_HEAD_WORDS :].reshape(-1, isa.PART_WORDS)
-    for index, (to, part) in enumerate(zip(parts, request.parts, strict=False)):
-        _in_range("n_frames", part.n_frames, 0, sizes.transducer.n_frames)
-        _in_range("first_frame", part.first_frame, 0, part.n_frames)
-        _in_range("seat", part.seat, 0, sizes.transducer.n_seats - 1)
-        to[isa.FramePart.SEAT], to[isa.FramePart.N_FRAMES] = part.seat, part.n_frames
-        to[isa.FramePart.FIRST_FRAME], to[isa.FramePart.BEGIN] = part.first_frame, _begin(part, index)
+    words[: len(head) + len(parts)] = head + parts
     return words
+
+
+def _part_words(part: FramePart, index: int, transducer: Transducer) -> list[int]:
+    """As ``isa.FramePart`` orders them."""
+    _in_range("n_frames", part.n_frames, 0, transducer.n_frames)
+    _in_range("first_frame", part.first_frame, 0, part.n_frames)
+    _in_range("seat", part.seat, 0, transducer.n_seats - 1)
+    return [part.seat, part.n_frames, part.first_frame, _begin(part, index)]
 
 
 def decode_transducer_request(words: NDArray[np.uint32]) -> tuple[TransducerRequest, int]:

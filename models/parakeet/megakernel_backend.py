@@ -55,8 +55,8 @@ class SlotRuntime(Protocol):
     def burst(self) -> None:
         """Begin with what was opened."""
 
-    def wait(self, timeout_s: float) -> Sequence[Record]:
-        """The next records; none after ``timeout_s``, or when nothing is open."""
+    def finish(self, timeout_s: float) -> Sequence[Record]:
+        """All records until nothing is open, or those that came by ``timeout_s``."""
 
     def leave(self) -> None:
         """With nothing open, have the device free for others when this returns."""
@@ -235,7 +235,7 @@ class MegakernelDecoder:
         n_left = len(jobs)
         self._runtime.burst()
         while n_left:
-            for record in self._runtime.wait(_WAIT_S):
+            for record in self._runtime.finish(_WAIT_S):
                 match record:
                     case EmissionRecord():
                         left[record.slot][-1].add(record)

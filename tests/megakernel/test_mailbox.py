@@ -81,6 +81,19 @@ def test_that_the_kernel_left_is_a_record_too() -> None:
     assert Mailbox(device.memory).take_records() == [LeftRecord(LeaveReason.IDLE, 7)]
 
 
+def test_the_last_record_is_seen_before_the_others_are_taken() -> None:
+    device = Device()
+    mailbox = Mailbox(device.memory)
+    for _ in range(3):
+        assert not mailbox.has_last_record
+        for index in range(3):
+            device.emit(Emitted(RecordKind.TOKEN, 5, 1, 5, 0.0, index))
+        assert not mailbox.has_last_record
+        device.emit(Emitted(RecordKind.LEFT, 0, 0, LeaveReason.IDLE, 0))
+        assert mailbox.has_last_record
+        assert len(mailbox.take_records()) == 4
+
+
 @given(st.lists(st.integers(0, 300), max_size=40))
 def test_any_pace_of_reading_gives_every_record_once(paces: list[int]) -> None:
     device = Device()

@@ -178,7 +178,7 @@ class Broken:
 
     def burst(self) -> None: ...
 
-    def wait(self, timeout_s: float) -> Sequence[Record]:
+    def finish(self, timeout_s: float) -> Sequence[Record]:
         raise FaultError("TIMEOUT on SM 3")
 
     def leave(self) -> None: ...
