@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from gateway.doors.door import (
     Admission,
     AdmissionError,
@@ -58,7 +60,7 @@ PATH = "/telephony/"
 FREESWITCH_SUBPROTOCOL = "audio.drachtio.org"
 MAX_CODED_BYTES = 16_000  # of a frame that is decoded at once: 2 s of G.722, where carriers send 20 ms
 MAX_TRACKS = 2  # the caller's and the callee's
-_SILENCE = {"mulaw": b"\xff", "alaw": b"\xd5", "s16le": b"\0\0", "f32le": bytes(4)}
+_SILENCE = {"mulaw": b"\xff", "alaw": b"\xd5", "s16le": b"\0\0", "s16be": b"\0\0", "f32le": bytes(4)}
 CODECS: Mapping[str, Callable[[], LiveDecoder]] = {"g722": g722, "opus": opus_packets}
 _CLOSE_CODES = {"server_full": 1013, "shutting_down": 1012, "internal": 1011}
 
@@ -154,6 +156,8 @@ class TelephonyDoor:
         self._codec = CODECS.get(call.audio.encoding)
         if self._codec is not None:
             call = replace(call, audio=AudioSpec("f32le", SAMPLE_RATE_HZ))
+        elif call.audio.encoding == "s16le" and self._knock.param("byte_order") == "big":
+            call = replace(call, audio=msgspec.structs.replace(call.audio, encoding="s16be"))
         try:
             AudioFormat(call.audio.encoding, call.audio.sample_rate_hz, call.audio.channels)
         except ValueError as error:

@@ -16,6 +16,7 @@ import msgspec
 
 from gateway.doors.door import Frame, Knock, brief
 from gateway.messages import AudioSpec
+from gateway.pcm import MAX_RATE_HZ
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ _ENCODINGS = {
     "opus": "opus",
 }
 _ASTERISK = {"ulaw": ("mulaw", 8_000), "alaw": ("alaw", 8_000), "slin": ("s16le", 8_000), "g722": ("g722", 16_000)}
+_AUDIOSOCKET_TOO_FAST = {0x17: 96_000, 0x18: 192_000}
 _AUDIOSOCKET_HZ = {0x10: 8_000, 0x11: 12_000, 0x12: 16_000, 0x13: 24_000, 0x14: 32_000, 0x15: 44_100, 0x16: 48_000}
 
 
@@ -309,6 +311,8 @@ def audiosocket(frame: Frame, knock: Knock) -> Sequence[Heard]:
         return [Told("dtmf", _text(payload.decode("ascii", "replace")))]
     if kind in _AUDIOSOCKET_HZ:
         return [Media(payload, number=None)]
+    if kind in _AUDIOSOCKET_TOO_FAST:
+        return [Unsupported(f"audio at {_AUDIOSOCKET_TOO_FAST[kind]} Hz; at most {MAX_RATE_HZ} Hz are read")]
     return [Unreadable(f"a packet of type {kind:#04x}")]
 
 

@@ -156,6 +156,50 @@ def test_a_key_never_reaches_the_log(engine, caplog, monkeypatch) -> None:
     assert all(KEY not in record.getMessage() + str(record.exc_text) for record in of_the_server)
 
 
+LISTEN = "model=nova-3&encoding=linear16&sample_rate=16000"
+
+
+@pytest.mark.parametrize("key", [KEY, "sk-another"])
+@pytest.mark.parametrize(
+    ("path", "headers", "subprotocols"),
+    [
+        (f"/v1/listen?{LISTEN}", {"Authorization": "Token {key}"}, None),
+        (f"/v1/listen?{LISTEN}", {}, ["token", "{key}"]),
+        (f"/v2/listen?{LISTEN}", {"Authorization": "bearer {key}"}, None),
+        ("/telephony/twilio/{key}", {}, None),
+        ("/telephony/freeswitch/{key}?rate=8000", {}, None),
+        ("/telephony/telnyx", {"x-telnyx-streaming-auth-token": "{key}"}, None),
+        ("/v1/calls", {"Authorization": "Bearer {key}"}, None),
+    ],
+)
+def test_neither_a_right_nor_a_wrong_key_reaches_log_figures_or_followers(
+    engine, caplog, tmp_path, key, path, headers, subprotocols
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    said: list[str] = []
+    with served(engine, keys=[KEY], calls_file=str(tmp_path / "calls.jsonl")) as address:
+        ours = {"Authorization": f"Bearer {KEY}"}
+        with connect(f"ws://{address}/v1/calls", additional_headers=ours) as follower:
+            given = {name: value.format(key=key) for name, value in headers.items()}
+            offered = subprotocols and [name.format(key=key) for name in subprotocols]
+            url = f"ws://{address}{path.format(key=key)}"
+            try:
+                with connect(url, additional_headers=given, subprotocols=offered) as stream:
+                    assert key == KEY
+                    stream.send("{")
+            except InvalidStatus as refused:
+                assert key != KEY and refused.response.status_code == 401
+                said.append(str(refused.response.body) + str(refused.response.headers))
+            if "/telephony/" in path and key == KEY:
+                while '"call_ended"' not in (event := follower.recv(timeout=DEADLINE_S)):
+                    said.append(event)
+        said.append(httpx2.get(f"http://{address}/metrics", headers=ours).text)
+    of_the_server = [record for record in caplog.records if not record.name.startswith(CLIENT_LOGGERS)]
+    said += [record.getMessage() + str(record.exc_text) for record in of_the_server]
+    said += [file.read_text() for file in tmp_path.iterdir()]
+    assert not [text for text in said if key in text]
+
+
 # ---------------------------------------------------------------- room
 
 

@@ -58,6 +58,17 @@ def test_holes_behind_a_clock_that_jumped_are_heard_again() -> None:
         assert reorderer.push(frame(3), None, jumped_ms + 1_020) == b"\xff" * 8_000 + frame(3)
 
 
+def test_after_four_hours_with_losses_the_clock_is_exact_and_nothing_has_piled_up() -> None:
+    chance, n_frames = random.Random(0), 4 * 3_600 * 10  # of 100 ms
+    reorderer, n_bytes = Reorderer(8_000, b"\xff"), 0
+    for number in range(n_frames):
+        if number in (0, n_frames - 1) or chance.random() > 0.02:
+            n_bytes += len(reorderer.push(bytes(800), number, 100 * number))
+            n_bytes += len(reorderer.push(bytes(800), number, 100 * number)) if chance.random() < 0.01 else 0
+        assert len(reorderer._waiting) <= 4
+    assert n_bytes + len(reorderer.flush()) == n_frames * 800
+
+
 def test_frames_without_bytes_do_not_wait_for_ever() -> None:
     reorderer = Reorderer(8_000, b"\xff")
     reorderer.push(frame(0), 0, None)

@@ -164,12 +164,12 @@ def knock_of(world, path: str, **more) -> Knock:
     return Knock(path=f"/telephony/{name}", query=pairs, connection_id=world.knock().connection_id, **more)
 
 
-def simulate(world, scene, call: Call, frames=None, *, is_cut=False, engine=None):
-    """The simulation after a call; frames come in real time, digit and mark in the middle."""
+def simulate(world, scene, call: Call, frames=None, *, is_cut=False, engine=None, pace=1.0):
+    """The simulation after a call; frames come in real time, or ``pace`` of it; digit and mark in the middle."""
     engine = engine or world.Engine(scene.words)
     door = telephony.open_door(knock_of(world, call.path), world.house(engine)).door
     frames = call.frames if frames is None else frames
-    duration_s = len(scene.samples) / SAMPLE_RATE_HZ
+    duration_s = pace * len(scene.samples) / SAMPLE_RATE_HZ
     timed = [((index + 1) / len(frames) * duration_s, frame) for index, frame in enumerate(frames)]
     extras = [frame for frame in (call.digit, call.mark) if frame is not None]
     middle = len(timed) // 2
@@ -205,6 +205,21 @@ def test_a_call_is_transcribed_with_its_digits_and_marks_passed_on(world, provid
 
 
 @pytest.mark.behaviour("J", door="telephony")
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_call_replayed_at_once_has_the_same_words_at_the_same_times(world, provider) -> None:
+    scene = world.make_scene([0.5, 3, 1.5, 2, 1.0])
+    call = call_of(provider, scene.samples)
+    live, at_once = (words_of(simulate(world, scene, call, is_cut=not call.last, pace=pace)) for pace in (1.0, 0.0))
+    assert [word["text"] for word in at_once] == [word["text"] for word in live] != []
+    for word, same in zip(at_once, live, strict=True):
+        assert word["start_s"] == pytest.approx(same["start_s"], abs=0.02)
+
+
+def words_of(simulation):
+    events = [item.event for item in simulation.published if item.event["type"] == "final"]
+    return [word for event in events for word in event["words"]]
+
+
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_words_have_the_times_of_the_call_whatever_the_provider(world, provider) -> None:
     scene = world.make_scene(SCENE)
@@ -341,6 +356,28 @@ def test_audio_without_a_call_is_told_once(world) -> None:
     media = json.dumps(media_of(bytes(160), track="inbound"))
     simulation = simulate(world, world.make_scene([0.5]), Call("twilio", [], [media] * 50, None, None, []), is_cut=True)
     assert kinds(simulation).count("warning") == 1
+
+
+def test_samples_with_the_high_byte_first_are_heard_where_the_url_says_so(world) -> None:
+    scene = world.make_scene([0.5, 2, 1.5])
+    data = (scene.samples * 32_767).astype(">i2").tobytes()
+    start = {"call_control_id": "C1", "media_format": {"encoding": "L16", "sample_rate": 16_000}}
+    first = [json.dumps({"event": "start", "start": start})]
+    media = [
+        json.dumps(media_of(data[at : at + 640], track="inbound", chunk=str(at // 640 + 1), timestamp=str(at // 32)))
+        for at in range(0, len(data), 640)
+    ]
+    call = Call("telnyx?byte_order=big", first, media, None, None, ['{"event":"stop","stop":{}}'])
+    assert finals(simulate(world, scene, call)) == ["w0 w1"]
+
+
+def test_an_audiosocket_too_fast_to_be_read_is_told_once_and_closed(world) -> None:
+    frames = [b"\x18" + bytes(7_680)] * 50
+    door = telephony.audiosocket_door(world.knock(), world.house())
+    simulation = world.behind(door, world.Engine(()))
+    told = simulation.run([(0.02 * index, frame) for index, frame in enumerate(frames)], is_cut=True)
+    assert told[0].frame == Close(1003, "unsupported audio")
+    assert "192000 Hz" in simulation.published[0].event["message"]
 
 
 def test_a_frame_of_a_codec_that_unpacks_to_minutes_is_left_out_and_the_call_goes_on(world) -> None:
