@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from . import commands as commands_of
 from . import isa, numbers
 from .ops import Sizes
-from .pick import HeadPartial, Mask, Row, SelectError, float32, pick_of
+from .pick import HeadPartial, Mask, Row, float32, pick_of
 from .request import Request, decode_request
 
 # ---------------------------------------------------------------------- slots and rows
@@ -239,34 +240,13 @@ def carry_out(
     commands: Sequence[Sequence[int]],  # words of ``isa.Command`` each, as of the count in the control word
     requests: Mapping[int, NDArray[np.uint32]],  # [REQUEST_WORDS] by slot
 ) -> tuple[Slots, tuple[Emitted, ...], isa.LeaveReason | None]:
-    """Slots after the host's commands, what the host is told, and whether the kernel leaves.
-
-    A cancellation whose ticket is not the slot's comes too late and does nothing. All commands are carried out, and the
-    last one that says to leave decides.
-
-    Raises:
-        SelectError: for a command that there is not, or a slot that there is not or that is open.
-    """
-    after = list(slots)
-    emitted: list[Emitted] = []
-    leave = None
-    for command in commands:
-        kind, index, ticket = (int(command[word]) for word in (isa.Command.KIND, isa.Command.SLOT, isa.Command.TICKET))
-        if kind == isa.CommandKind.OPEN and index < len(after) and after[index] is None:
-            after[index] = Slot.of(*decode_request(requests[index]))
-        elif kind == isa.CommandKind.CANCEL and index < len(after):
-            slot = after[index]
-            if slot is not None and slot.ticket == ticket:
-                emitted.append(_done(index, slot, isa.EndReason.CANCELLED))
-                after[index] = None
-        elif kind == isa.CommandKind.YIELD:
-            leave = isa.LeaveReason.YIELD
-        elif kind == isa.CommandKind.STOP:
-            leave = isa.LeaveReason.STOP
-            after = [None] * len(after)
-        else:
-            raise SelectError(isa.FaultKind.BAD_COMMAND, f"command {kind} for slot {index}")
-    return tuple(after), tuple(emitted), leave
+    """See ``commands.carry_out``."""
+    return commands_of.carry_out(
+        slots,
+        commands,
+        lambda index: Slot.of(*decode_request(requests[index])),
+        lambda index, slot: _done(index, slot, isa.EndReason.CANCELLED),
+    )
 
 
 def left(reason: isa.LeaveReason) -> Emitted:

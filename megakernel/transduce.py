@@ -14,6 +14,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from . import commands as commands_of
 from . import isa, numbers
 from .ops import Sizes, Transducer
 from .pick import SelectError, float32
@@ -234,29 +235,12 @@ def carry_out(
     requests: Mapping[int, NDArray[np.uint32]],  # [REQUEST_WORDS] by slot
     sizes: Sizes,
 ) -> tuple[Slots, tuple[Emitted, ...], isa.LeaveReason | None]:
-    """As ``select.carry_out``.
-
-    Raises:
-        SelectError: for a command that there is not, or a slot that there is not or that is open.
-    """
-    after = list(slots)
-    emitted: list[Emitted] = []
-    leave = None
-    assert sizes.transducer is not None, "a transducer's sizes"
-    for command in commands:
-        kind, index, ticket = (int(command[word]) for word in (isa.Command.KIND, isa.Command.SLOT, isa.Command.TICKET))
-        if kind == isa.CommandKind.OPEN and index < len(after) and after[index] is None:
-            after[index] = Slot.of(*decode_transducer_request(requests[index]), sizes.transducer)
-        elif kind == isa.CommandKind.CANCEL and index < len(after):
-            slot = after[index]
-            if slot is not None and slot.ticket == ticket:
-                emitted.append(_done(index, slot, isa.EndReason.CANCELLED))
-                after[index] = None
-        elif kind == isa.CommandKind.YIELD:
-            leave = isa.LeaveReason.YIELD
-        elif kind == isa.CommandKind.STOP:
-            leave = isa.LeaveReason.STOP
-            after = [None] * len(after)
-        else:
-            raise SelectError(isa.FaultKind.BAD_COMMAND, f"command {kind} for slot {index}")
-    return tuple(after), tuple(emitted), leave
+    """See ``commands.carry_out``."""
+    transducer = sizes.transducer
+    assert transducer is not None, "a transducer's sizes"
+    return commands_of.carry_out(
+        slots,
+        commands,
+        lambda index: Slot.of(*decode_transducer_request(requests[index]), transducer),
+        lambda index, slot: _done(index, slot, isa.EndReason.CANCELLED),
+    )
