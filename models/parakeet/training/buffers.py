@@ -19,8 +19,8 @@ Encode = Callable[[Tensor, Tensor], Tensor]  # samples [R, N], their numbers [R]
 
 LEFT_FRAMES = (6, 12, 25, 50, 100, 125)
 CHUNK_FRAMES = (2, 4, 6, 8, 12, 16, 25, 50)
-RIGHT_FRAMES = (1, 2, 4, 6, 8, 12, 25)
-LARGEST_COST = 6.0  # frames encoded for a frame of the stream
+RIGHT_FRAMES = (2, 4, 6, 8, 10, 13, 13, 16, 25)
+LARGEST_COST = 7.0  # frames encoded for a frame of the stream
 LEAST_BUFFER_FRAMES = 4  # the first buffer of a stream has no left context, and needs a deviation worth the name
 
 

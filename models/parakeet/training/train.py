@@ -85,7 +85,7 @@ class Plan:
     average_decay: float = 0.999
     report_every_s: float = 25.0
     n_norm_batches: int = 60  # over which the batch norms of the averaged network are measured
-    mixed_until: float = 0.75  # of the time: speech that came later is heard, too
+    mixed_until: float = 0.85  # of the time: speech that came later is heard, too
     ask_every_s: float = 4.0
     n_workers: int = 0  # processes that lay batches out
     keeps_norms: bool = False  # the batch norms stay as they are, since small batches tell little of them
@@ -286,7 +286,7 @@ def train(
     own = Source(speech, tokenizer, augmentation, plan, learner.parakeet.config)
     mixed: Source | None = None
     has_paths = any(recording.words is not None for recording in speech.recordings)
-    test = held_out_batches(held_out, tokenizer, plan.seed)
+    test = held_out_batches(held_out, tokenizer, SPLIT_SEED)
     course = Course(learner.train(), Average(learner, plan.average_decay), optimizer, plan, time.monotonic())
     if plan.keeps_norms:
         for norm in batch_norms(learner):
@@ -386,12 +386,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="stop after so many, to try things")
     parser.add_argument("--audio-s", type=float, default=420.0, help="audio of a batch, seconds")
     parser.add_argument("--peak-rate", type=float, default=1.8e-3)
+    parser.add_argument("--buffered-share", type=float, default=0.4, help="of the batches, encoded as sessions do")
+    parser.add_argument("--consistency-weight", type=float, default=0.15, help="of two hearings' disagreement")
     parser.add_argument("--workers", type=int, default=0, help="processes that lay out batches")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
     plan = Plan(minutes=args.minutes, seed=args.seed, max_steps=args.steps, audio_s=args.audio_s)
     plan = replace(plan, peak_rate=args.peak_rate, n_workers=args.workers)
+    plan = replace(plan, buffered_share=args.buffered_share, consistency_weight=args.consistency_weight)
     augmentation, regularisation = Augmentation(), Regularisation()
     if args.start:
         plan = replace(plan, path_first=0.0, plain_first=0.0, warm_up=0.03)
