@@ -11,6 +11,7 @@ MAX_ELEMENT_BYTES = 1 << 20  # of what is looked into; more is no live audio
 MAX_PACKET_BYTES = 1 << 16  # far above the longest that Opus has
 MAX_TRACKS = 16
 _MAX_NAME_BYTES, _MAX_HEAD_BYTES = 32, 1 << 10  # of a codec: as much as is kept
+OPUS_CODEC = "libopus"  # FFmpeg's name
 OPUS_RATE_HZ = 48_000  # of its clock, whatever was recorded
 
 
@@ -22,19 +23,16 @@ class ContainerError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class OpusPacket:
-    """A packet, and where the container says that its sound begins: samples at 48 kHz from wherever it counts."""
+class Packet:
+    """A codec's packet, and where the container says that its sound begins: samples from wherever it counts."""
 
     data: bytes
     at_sample: int
-
-    @property
-    def n_samples(self) -> int:
-        """How long its sound is, by its first byte or two (RFC 6716, section 3.1)."""
-        return _n_samples(self.data)
+    n_samples: int  # how long its sound is
 
 
-def _n_samples(packet: bytes) -> int:
+def opus_samples(packet: bytes) -> int:
+    """How long a packet's sound is at 48 kHz, by its first byte or two (RFC 6716, section 3.1)."""
     if not packet:
         return 0
     config, code = packet[0] >> 3, packet[0] & 3
@@ -51,6 +49,7 @@ def _n_samples(packet: bytes) -> int:
 class WebmOpus:
     """The packets of the first Opus track. Clusters and segments may be of unknown size, as recorders write them."""
 
+    codec, rate_hz, config = OPUS_CODEC, OPUS_RATE_HZ, b""
     pre_skip_samples = 0  # of silence that the encoder put before the sound, at 48 kHz; known with the first packet
 
     def __init__(self) -> None:
@@ -62,10 +61,10 @@ class WebmOpus:
         self._tick_ns = 1_000_000  # of the time codes
         self._cluster_ticks = 0
 
-    def push(self, data: bytes) -> list[OpusPacket]:
+    def push(self, data: bytes) -> list[Packet]:
         """The packets that ``data`` completes."""
         self._buffer += data
-        packets: list[OpusPacket] = []
+        packets: list[Packet] = []
         while (element := self._next_element()) is not None:
             kind, body = element
             if (packet := self._take(kind, body)) is not None:
@@ -97,7 +96,7 @@ class WebmOpus:
         del self._buffer[: begin + size[0]]
         return kind[0], body
 
-    def _take(self, kind: int, body: bytes) -> OpusPacket | None:
+    def _take(self, kind: int, body: bytes) -> Packet | None:
         match kind:
             case 0xAE:  # TrackEntry
                 self._entry = _Entry()
@@ -123,7 +122,7 @@ class WebmOpus:
                 raise ContainerError(f"the WebM stream has more than {MAX_TRACKS} tracks")
         return None
 
-    def _block(self, body: bytes) -> OpusPacket | None:
+    def _block(self, body: bytes) -> Packet | None:
         if self._track is None:
             self._track = self._opus_track()
         track = _number(bytearray(body[:8]), 0, keeps_marker=False)
@@ -134,7 +133,8 @@ class WebmOpus:
         if body[track[1] + 2] & 0x06:
             raise ContainerError("the WebM stream laces its blocks, which is not read live")
         ticks = self._cluster_ticks + int(struct.unpack_from(">h", body, track[1])[0])
-        return OpusPacket(body[track[1] + 3 :], ticks * self._tick_ns * OPUS_RATE_HZ // _NS_PER_S)
+        data = body[track[1] + 3 :]
+        return Packet(data, ticks * self._tick_ns * OPUS_RATE_HZ // _NS_PER_S, opus_samples(data))
 
     def _opus_track(self) -> int:
         for number, (codec, head) in self._codecs.items():
@@ -175,6 +175,7 @@ def _number(buffer: bytearray, at: int, *, keeps_marker: bool) -> tuple[int, int
 class OggOpus:
     """The packets of an Opus stream in Ogg pages; another may follow when it ends."""
 
+    codec, rate_hz, config = OPUS_CODEC, OPUS_RATE_HZ, b""
     pre_skip_samples = 0  # as of ``WebmOpus``
 
     def __init__(self) -> None:
@@ -182,21 +183,21 @@ class OggOpus:
         self._packet = b""  # that goes on in the next page
         self._n_headers = 0  # of the stream, taken
 
-    def push(self, data: bytes) -> list[OpusPacket]:
+    def push(self, data: bytes) -> list[Packet]:
         """The packets that ``data`` completes."""
         self._buffer += data
-        packets: list[OpusPacket] = []
+        packets: list[Packet] = []
         while (page := self._next_page()) is not None:
             packets += self._timed(page, [packet for packet in self._packets_of(page) if self._is_audio(packet)])
         return packets
 
     @staticmethod
-    def _timed(page: "_Page", packets: list[bytes]) -> list[OpusPacket]:
+    def _timed(page: "_Page", packets: list[bytes]) -> list[Packet]:
         """A page says where the last packet that it completes ends."""
-        at_sample = page.end_sample - sum(map(_n_samples, packets))
-        timed: list[OpusPacket] = []
+        at_sample = page.end_sample - sum(map(opus_samples, packets))
+        timed: list[Packet] = []
         for packet in packets:
-            timed.append(OpusPacket(packet, at_sample))
+            timed.append(Packet(packet, at_sample, opus_samples(packet)))
             at_sample += timed[-1].n_samples
         return timed
 

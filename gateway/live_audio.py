@@ -1,9 +1,10 @@
-"""Live audio that is no raw samples → mono samples at 16 kHz: Opus and G.722, bare or in WebM and Ogg; WAV as it comes.
+"""Live audio that is no raw samples → mono samples at 16 kHz: Opus, AAC and G.722, bare or in a container; WAV as well.
 
 Knows codecs (PyAV's, an optional package) and how containers are told apart by their first bytes. Does not know
 protocols. What one call leaves over is kept for the next, so that any cut of a stream gives the same samples.
 """
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -12,21 +13,21 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.containers import OPUS_RATE_HZ, ContainerError, OggOpus, OpusPacket, WebmOpus
+from gateway.containers import OPUS_RATE_HZ, ContainerError, OggOpus, Packet, WebmOpus
+from gateway.fragments import FragmentedMp4
 from gateway.ingest import Ingest
 from gateway.pcm import AudioFormat
 from gateway.resample import Resampler
 from vad.audio import SAMPLE_RATE_HZ
 
-ACCEPTED = "WAV, and Opus in WebM or Ogg where senseway[media] is installed"
+ACCEPTED = "WAV, and Opus in WebM or Ogg, or AAC in fragmented MP4, where senseway[media] is installed"
 MAX_WAV_HEADER_BYTES = 1 << 16
-MAX_PUSH_S = 20  # of Opus in one call: two bytes may stand for 0.12 s, and whoever decodes has others to serve
+MAX_PUSH_S = 20  # of a codec in one call: two bytes may stand for 0.12 s, and whoever decodes has others to serve
 GAP_TOLERANCE_S = 0.1  # by which a packet may be later than the end of the one before it
 MAX_GAP_S = 60  # a longer one is a pause of the recorder or a clock that jumped, not silence
 _DRIFT_SHARE = 0.01  # of a deviation that is no gap yet: two clocks may differ
-_SNIFF_BYTES = 4
+_SNIFF_BYTES, _MAGIC_BYTES = 8, 4
 _G722_RATE_HZ = 16_000
-_OPUS_STEP = OPUS_RATE_HZ // SAMPLE_RATE_HZ  # input samples of one output
 
 Samples = NDArray[np.float32]  # [n], mono at 16 kHz
 
@@ -53,14 +54,16 @@ def has_codecs() -> bool:
 class PacketDecoder:
     """Each push is one packet of a codec, as RTP has them. One that can't be read counts as lost."""
 
-    def __init__(self, codec: str, rate_hz: int) -> None:
-        """``codec`` by PyAV's name, its samples at ``rate_hz``."""
+    def __init__(self, codec: str, rate_hz: int, config: bytes = b"") -> None:
+        """``codec`` by FFmpeg's name, its samples at ``rate_hz``; ``config`` is what a container tells the decoder."""
         import av
 
         self._errors = (av.FFmpegError, ValueError)
         self._packet = av.Packet
         self._codec = av.CodecContext.create(codec, "r")
         self._codec.sample_rate, self._codec.layout = rate_hz, "mono"  # type: ignore[attr-defined]  # an audio codec's
+        if config:
+            self._codec.extradata = config
         self._to_floats = av.AudioResampler(format="flt", layout="mono", rate=rate_hz)
         self._resampler = Resampler(rate_hz)
 
@@ -92,12 +95,36 @@ def g722() -> LiveDecoder:
     return PacketDecoder("g722", _G722_RATE_HZ)
 
 
-class ContainedOpus:
-    """Opus in a container."""
+class Container(Protocol):
+    """What packets are found in; what it says of their codec is known with the first of them."""
 
-    def __init__(self, container: WebmOpus | OggOpus) -> None:
+    @property
+    def codec(self) -> str:
+        """FFmpeg's name."""
+
+    @property
+    def rate_hz(self) -> int:
+        """Of the packets' clock."""
+
+    @property
+    def config(self) -> bytes:
+        """What the decoder is told."""
+
+    @property
+    def pre_skip_samples(self) -> int:
+        """Sound that the encoder put before the recording."""
+
+    def push(self, data: bytes) -> list[Packet]:
+        """The packets that ``data`` completes. Raises ``ContainerError``."""
+
+
+class Contained:
+    """A codec in a container."""
+
+    def __init__(self, container: Container) -> None:
         self._container = container
-        self._decoder = PacketDecoder("libopus", OPUS_RATE_HZ)
+        self._decoder: PacketDecoder | None = None
+        self._rate_hz = OPUS_RATE_HZ
         self._resampler = Resampler(OPUS_RATE_HZ)
         self._n_skipped = 0
         self._due_sample: float | None = None  # where the next packet begins if nothing is left out
@@ -108,39 +135,45 @@ class ContainedOpus:
             packets = self._container.push(data)
         except ContainerError as error:
             raise LiveAudioError(str(error)) from error
-        if sum(packet.n_samples for packet in packets) > MAX_PUSH_S * OPUS_RATE_HZ:
-            raise LiveAudioError(f"a frame of more than {MAX_PUSH_S} s of Opus; send it in shorter ones")
+        if packets and self._decoder is None:
+            self._rate_hz = self._container.rate_hz
+            self._decoder = PacketDecoder(self._container.codec, self._rate_hz, self._container.config)
+            self._resampler = Resampler(self._rate_hz)
+        if sum(packet.n_samples for packet in packets) > MAX_PUSH_S * self._rate_hz:
+            raise LiveAudioError(f"a frame of more than {MAX_PUSH_S} s of sound; send it in shorter ones")
         parts = [np.zeros(0, np.float32)]
         n_silent = 0
         for packet in packets:
             n_silent += (gap_samples := self._gap_before(packet))
-            if n_silent > MAX_GAP_S * OPUS_RATE_HZ:
+            if n_silent > MAX_GAP_S * self._rate_hz:
                 raise LiveAudioError(f"a frame with more than {MAX_GAP_S} s left out; send it in shorter ones")
             if gap_samples:
                 parts.append(self._silence(gap_samples))
+            assert self._decoder is not None
             samples = self._decoder.decoded(packet.data)
             if not len(samples):  # a damaged one is as long as it says
                 samples = np.zeros(packet.n_samples, np.float32)
             parts.append(self._resampler.push(self._without_pre_skip(samples)))
         return np.concatenate(parts)
 
-    def _gap_before(self, packet: OpusPacket) -> int:
-        """Samples at 48 kHz that the recorder left out before a packet, where it found silence say; 0 for none."""
+    def _gap_before(self, packet: Packet) -> int:
+        """Samples that the recorder left out before a packet, where it found silence say; 0 for none."""
         late_samples = 0.0 if self._due_sample is None else packet.at_sample - self._due_sample
-        is_gap = GAP_TOLERANCE_S * OPUS_RATE_HZ < late_samples <= MAX_GAP_S * OPUS_RATE_HZ
-        is_jump = self._due_sample is None or is_gap or abs(late_samples) > GAP_TOLERANCE_S * OPUS_RATE_HZ
+        is_gap = GAP_TOLERANCE_S * self._rate_hz < late_samples <= MAX_GAP_S * self._rate_hz
+        is_jump = self._due_sample is None or is_gap or abs(late_samples) > GAP_TOLERANCE_S * self._rate_hz
         begin = packet.at_sample if is_jump else packet.at_sample - (1 - _DRIFT_SHARE) * late_samples
         self._due_sample = begin + packet.n_samples
         return int(late_samples) if is_gap else 0
 
     def _silence(self, n_samples: int) -> Samples:
-        """As many samples of silence at 48 kHz, for next to nothing: a new resampler goes on behind them."""
+        """As many samples of silence, for next to nothing: a new resampler goes on behind them."""
         n_before = self._resampler.n_in
-        n_after = n_before + n_samples - (n_before + n_samples) % _OPUS_STEP  # where an output falls on an input
+        n_over = (n_before + n_samples) % (self._rate_hz // math.gcd(self._rate_hz, SAMPLE_RATE_HZ))
+        n_after = n_before + n_samples - n_over  # an output falls on it
         rest = self._resampler.flush()
         n_out = self._resampler.output_position(n_after) - self._resampler.output_position(n_before)
-        self._resampler = Resampler(OPUS_RATE_HZ)
-        return np.concatenate([rest, np.zeros(n_out, np.float32)])
+        self._resampler = Resampler(self._rate_hz)
+        return np.concatenate([rest, np.zeros(n_out, np.float32), self._resampler.push(np.zeros(n_over, np.float32))])
 
     def flush(self) -> Samples:
         """See ``LiveDecoder``."""
@@ -233,9 +266,9 @@ class Sniffed:
         if self._decoder is not None:
             return self._decoder.push(data)
         self._head += data
-        if len(self._head) < _SNIFF_BYTES:
+        make = self._known.get(self._head[:_MAGIC_BYTES]) or self._known.get(self._head[_MAGIC_BYTES:_SNIFF_BYTES])
+        if make is None and len(self._head) < _SNIFF_BYTES:
             return np.zeros(0, np.float32)
-        make = self._known.get(self._head[:_SNIFF_BYTES])
         if make is None:
             seen = self._head[:8].hex(" ")
             raise LiveAudioError(f"the stream begins with {seen}, no container that is read live: {ACCEPTED}")
@@ -247,20 +280,30 @@ class Sniffed:
         return np.zeros(0, np.float32) if self._decoder is None else self._decoder.flush()
 
 
-def _opus_in(container: type[WebmOpus] | type[OggOpus]) -> LiveDecoder:
+def _contained(container: type[WebmOpus] | type[OggOpus] | type[FragmentedMp4]) -> LiveDecoder:
     if not has_codecs():
-        raise LiveAudioError(f"Opus is not decoded here; accepted are {ACCEPTED}")
-    return ContainedOpus(container())
+        raise LiveAudioError(f"compressed sound is not decoded here; accepted are {ACCEPTED}")
+    return Contained(container())
 
 
 def webm() -> LiveDecoder:
     """Opus in WebM. Raises ``LiveAudioError`` where it can't be decoded."""
-    return _opus_in(WebmOpus)
+    return _contained(WebmOpus)
 
 
 def ogg() -> LiveDecoder:
     """Opus in Ogg. Raises ``LiveAudioError`` where it can't be decoded."""
-    return _opus_in(OggOpus)
+    return _contained(OggOpus)
 
 
-KNOWN: Mapping[bytes, Callable[[], LiveDecoder]] = {b"RIFF": LiveWav, b"OggS": ogg, b"\x1aE\xdf\xa3": webm}
+def mp4() -> LiveDecoder:
+    """AAC or Opus in fragmented MP4. Raises ``LiveAudioError`` where it can't be decoded."""
+    return _contained(FragmentedMp4)
+
+
+KNOWN: Mapping[bytes, Callable[[], LiveDecoder]] = {
+    b"RIFF": LiveWav,
+    b"OggS": ogg,
+    b"\x1aE\xdf\xa3": webm,
+    b"ftyp": mp4,
+}

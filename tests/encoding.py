@@ -1,6 +1,7 @@
 """Sound as other people's programs encode it, by PyAV."""
 
 import io
+from collections.abc import Mapping
 from fractions import Fraction
 
 import av
@@ -10,11 +11,16 @@ from numpy.typing import NDArray
 LAYOUTS = {1: "mono", 2: "stereo", 8: "7.1"}
 
 
-def encoded(samples: NDArray[np.float32], container: str, codec: str, rate_hz: int) -> bytes:
-    """A file of ``samples`` [n, n_channels]."""
+FRAGMENTED = {"movflags": "empty_moov+default_base_moof", "frag_duration": "200000"}  # of MP4, as recorders write it
+
+
+def encoded(
+    samples: NDArray[np.float32], container: str, codec: str, rate_hz: int, options: Mapping[str, str] | None = None
+) -> bytes:
+    """A file of ``samples`` [n, n_channels]; ``options`` are FFmpeg's of the container."""
     file = io.BytesIO()
     layout = LAYOUTS[samples.shape[1]]
-    with av.open(file, "w", format=container) as output:
+    with av.open(file, "w", format=container, options=dict(options or {})) as output:
         stream = output.add_stream(codec, rate=rate_hz, layout=layout)
         for frame in _frames(samples, stream.format, rate_hz):
             output.mux(stream.encode(frame))

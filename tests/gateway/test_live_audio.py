@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.live_audio import LiveAudioError, LiveWav, Sniffed, g722, opus_packets
-from tests.encoding import encoded, packets
+from tests.encoding import FRAGMENTED, encoded, packets
 
 
 def tone(rate_hz: int) -> np.ndarray:
@@ -103,44 +103,51 @@ def test_a_frame_that_unpacks_to_minutes_is_refused_before_it_is_decoded_whole()
         decoder.push(block * 200)
 
 
-def recorded(kind: str, *pieces: tuple[float, np.ndarray]) -> bytes:
+def recorded(kind: str, *pieces: tuple[float, np.ndarray], codec: str = "libopus", rate_hz: int = 48_000) -> bytes:
     """What a recorder writes that leaves out what lies between ``pieces``, each with the time that it begins at."""
     file = io.BytesIO()
-    with av.open(file, "w", format=kind) as output:
-        stream = output.add_stream("libopus", rate=48_000, layout="mono")
-        stream.time_base = Fraction(1, 48_000)
-        packets = [
-            packet for piece in (samples for _, samples in pieces) for packet in stream.encode(frame_of(piece))
-        ] + stream.encode(None)
-        begins = [round(at_s * 48_000) for at_s, _ in pieces]
+    with av.open(file, "w", format=kind, options=dict(FRAGMENTED if kind == "mp4" else {})) as output:
+        stream = output.add_stream(codec, rate=rate_hz, layout="mono")
+        stream.time_base = Fraction(1, rate_hz)
+        to_frames = av.AudioResampler(format=stream.format, layout="mono", rate=rate_hz)
+        frames = [part for _, samples in pieces for part in to_frames.resample(frame_of(samples, rate_hz))]
+        packets = [packet for frame in frames for packet in stream.encode(frame)] + stream.encode(None)
+        n_frame = 1_024 if codec == "aac" else 960
+        begins = [round(at_s * rate_hz) for at_s, _ in pieces]
         lengths = [len(samples) for _, samples in pieces]
         for index, packet in enumerate(packets):
-            at, piece = index * 960, 0
+            at, piece = index * n_frame, 0
             while piece < len(pieces) - 1 and at >= lengths[piece]:
                 at -= lengths[piece]
                 piece += 1
             packet.pts = packet.dts = begins[piece] + at
-            packet.time_base = Fraction(1, 48_000)
+            packet.duration, packet.time_base = n_frame, Fraction(1, rate_hz)
             output.mux(packet)
     return file.getvalue()
 
 
-def frame_of(samples: np.ndarray) -> av.AudioFrame:
+def frame_of(samples: np.ndarray, rate_hz: int) -> av.AudioFrame:
     frame = av.AudioFrame.from_ndarray((samples * 32_767).astype("<i2")[None], format="s16", layout="mono")
-    frame.sample_rate = 48_000
+    frame.sample_rate = rate_hz
     return frame
 
 
-@pytest.mark.parametrize("kind", ["webm", "ogg"])
+@pytest.mark.parametrize(
+    ("kind", "codec", "rate_hz"),
+    [("webm", "libopus", 48_000), ("ogg", "libopus", 48_000), ("mp4", "libopus", 48_000), ("mp4", "aac", 44_100)],
+)
 @pytest.mark.parametrize("gap_s", [0.38, 5.0, 59.0])
 @pytest.mark.parametrize("n_bytes", [61, 4_000])
-def test_what_the_recorder_left_out_is_silence_of_its_length(kind: str, gap_s: float, n_bytes: int) -> None:
-    second = tone(48_000)[:48_000]
-    whole = heard(Sniffed(), recorded(kind, (0.0, second), (1.0 + gap_s, second)), n_bytes)
-    assert len(whole) == pytest.approx((2.0 + gap_s) * 16_000, abs=800)
+def test_what_the_recorder_left_out_is_silence_of_its_length(
+    kind: str, codec: str, rate_hz: int, gap_s: float, n_bytes: int
+) -> None:
+    second = tone(rate_hz)[:rate_hz]
+    data = recorded(kind, (0.0, second), (1.0 + gap_s, second), codec=codec, rate_hz=rate_hz)
+    whole = heard(Sniffed(), data, n_bytes)
+    assert len(whole) == pytest.approx((2.0 + gap_s) * 16_000, abs=1_200)
     loud = np.flatnonzero(np.abs(whole) > 0.1)
     [hole] = np.flatnonzero(np.diff(loud) > 3_000)
-    assert loud[hole + 1] / 16_000 == pytest.approx(1.0 + gap_s, abs=0.04)
+    assert loud[hole + 1] / 16_000 == pytest.approx(1.0 + gap_s, abs=0.06)
     silence = whole[loud[hole] + 2_000 : loud[hole + 1] - 400]
     assert np.abs(silence).max(initial=0.0) < 1e-3
 
@@ -162,10 +169,44 @@ def test_silence_of_minutes_in_one_frame_is_refused() -> None:
         Sniffed().push(head + b"".join(late))
 
 
-def test_without_pyav_opus_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head", [b"OggS", b"\x1aE\xdf\xa3", b"\0\0\0\x1cftyp"])
+def test_without_pyav_opus_and_aac_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
     monkeypatch.setattr("gateway.live_audio.has_codecs", lambda: False)
     with pytest.raises(LiveAudioError, match=r"senseway\[media\]"):
-        Sniffed().push(b"OggS")
+        Sniffed().push(head)
+
+
+@pytest.mark.parametrize(("codec", "rate_hz"), [("aac", 48_000), ("aac", 44_100), ("aac", 16_000), ("libopus", 48_000)])
+def test_fragmented_mp4_gives_its_sound_whatever_the_cuts(codec: str, rate_hz: int) -> None:
+    data = recorded("mp4", (0.0, tone(rate_hz)), codec=codec, rate_hz=rate_hz)
+    whole = heard(Sniffed(), data, len(data))
+    assert_is_tone(whole[: 32_000 + 700])
+    for n_bytes in (1, 333):
+        np.testing.assert_array_equal(heard(Sniffed(), data, n_bytes), whole)
+
+
+def test_an_mp4_that_is_a_file_is_told_from_a_stream() -> None:
+    data = encoded(tone(48_000)[:, None], "mp4", "aac", 48_000)
+    with pytest.raises(LiveAudioError, match="a file, "):
+        heard(Sniffed(), data, 4_000)
+    pictures = recorded("mp4", (0.0, tone(48_000)), codec="aac").replace(b"soun", b"vide")
+    with pytest.raises(LiveAudioError, match="no sound in AAC or Opus"):
+        heard(Sniffed(), pictures, 4_000)
+
+
+MP4 = recorded("mp4", (0.0, tone(48_000)[:24_000]), codec="aac")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(MP4) - 1), st.integers(0, 255)), min_size=1, max_size=8))
+def test_whatever_is_damaged_in_an_mp4_samples_come_or_an_error(changes: list[tuple[int, int]]) -> None:
+    data = bytearray(MP4)
+    for at, byte in changes:
+        data[at % 1_200 if byte % 2 else at] = byte
+    try:
+        assert heard(Sniffed(), bytes(data), 997).dtype == np.float32
+    except LiveAudioError:
+        pass
 
 
 @settings(max_examples=200, deadline=None)

@@ -16,7 +16,7 @@ from gateway.effects import Close
 from gateway.errors import ServerError
 from gateway.pcm import AudioFormat, decode
 from streaming.transcript import Word
-from tests.encoding import encoded, packets, voiced
+from tests.encoding import FRAGMENTED, encoded, packets, voiced
 from vad.audio import SAMPLE_RATE_HZ
 
 RAW = {"model": "nova-3", "encoding": "linear16", "sample_rate": "16000"}
@@ -326,12 +326,14 @@ def container_of(scene, kind: str) -> bytes:
             pcm = scene.pcm()  # with the sizes of one who does not know yet how much will come
             head = struct.pack("<4sI4s4sIHHIIHH", b"RIFF", 2**32 - 1, b"WAVE", b"fmt ", 16, 1, 1, 16_000, 32_000, 2, 16)
             return head + struct.pack("<4sI", b"data", 2**32 - 1) + pcm
+        case "mp4":
+            return encoded(voiced(scene.samples, 48_000)[:, None], kind, "aac", 48_000, FRAGMENTED)
         case _:
             return encoded(voiced(scene.samples, 48_000)[:, None], kind, "libopus", 48_000)
 
 
 @pytest.mark.behaviour("J", door="deepgram")
-@pytest.mark.parametrize("kind", ["wav", "webm", "ogg"])
+@pytest.mark.parametrize("kind", ["wav", "webm", "ogg", "mp4"])
 @pytest.mark.parametrize("n_bytes", [97, 4_000])
 def test_a_container_is_told_by_its_first_bytes(world, kind, n_bytes) -> None:
     scene = world.make_scene([0.5, 3, 1.5, 2, 1.0])

@@ -12,7 +12,7 @@ from gateway.doors.door import AdmissionError
 from gateway.effects import Close
 from gateway.errors import ServerError
 from streaming.transcript import Word
-from tests.encoding import encoded, voiced
+from tests.encoding import FRAGMENTED, encoded, voiced
 from vad.audio import SAMPLE_RATE_HZ
 
 RAW = {"model": "flux-general-en", "encoding": "linear16", "sample_rate": "16000"}
@@ -187,9 +187,10 @@ def test_whatever_the_frame_the_door_answers_with_effects(world, frame) -> None:
     admit(world).door.receive(frame, 0.0)
 
 
-def test_a_browsers_recording_is_heard_live(world) -> None:
+@pytest.mark.parametrize(("kind", "codec", "options"), [("webm", "libopus", None), ("mp4", "aac", FRAGMENTED)])
+def test_a_browsers_recording_is_heard_live(world, kind, codec, options) -> None:
     scene = marked(world, ".", last_s=2.0)
-    data = encoded(voiced(scene.samples, 48_000)[:, None], "webm", "libopus", 48_000)
+    data = encoded(voiced(scene.samples, 48_000)[:, None], kind, codec, 48_000, options)
     duration_s = len(scene.samples) / SAMPLE_RATE_HZ
     starts = range(0, len(data), 400)
     frames = [((index + 1) / len(starts) * duration_s, data[at : at + 400]) for index, at in enumerate(starts)]
