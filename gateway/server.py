@@ -414,7 +414,7 @@ class Server:
         """
         origin = headers.get("origin")
         allowed = self._config.server.allowed_origins
-        return origin is None or "*" in allowed or origin in allowed or urlsplit(origin).netloc == headers.get("host")
+        return origin is None or "*" in allowed or origin in allowed or _host_of(origin) == headers.get("host")
 
     async def converse(self, transport: Transport, door: Door, name: str, knock: Knock | None = None) -> None:
         """Let a door and its client talk until either side has enough; ``name`` is the door's in figures.
@@ -1000,10 +1000,18 @@ class Server:
         return time.monotonic()  # which event loops go by, too
 
 
+def _host_of(origin: str) -> str | None:
+    """Of a page, ``None`` if the header can't be read."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
+
+
 def knock_of(connection: HTTPConnection) -> Knock:
     """What a client's handshake or request says."""
     return Knock(
-        path=connection.url.path,
+        path=connection.scope["path"],  # the URL's own parser stumbles over some Host headers
         query=tuple(connection.query_params.multi_items()),
         headers={name.lower(): value for name, value in connection.headers.items()},
         subprotocols=tuple(connection.scope.get("subprotocols", ())),

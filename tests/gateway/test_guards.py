@@ -429,3 +429,32 @@ def test_a_client_that_is_not_there_any_more_is_given_up(engine, monkeypatch) ->
             connection.sendall((head + key).encode())
             while connection.recv(65_536):
                 pass
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://["}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "["}, 101),
+        ({"Host": "a" * 300}, 101),
+        ({"Authorization": "\xff"}, 101),
+        ({"Sec-WebSocket-Protocol": "senseway.v1.json, , \xe9"}, 400),
+        ({"X-Forwarded-Proto": "]://["}, 101),
+    ],
+)
+def test_whatever_stands_in_the_headers_of_a_handshake_it_is_answered(engine, headers, status) -> None:
+    usual = {
+        "Host": "localhost",
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+    }
+    lines = [f"{name}: {value}" for name, value in {**usual, **headers}.items()]
+    with served(engine) as address:
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+            connection.sendall("\r\n".join(["GET /v1/stream HTTP/1.1", *lines, "", ""]).encode("latin-1"))
+            answer = connection.recv(65_536).split(b"\r\n")[0]
+    assert int(answer.split()[1]) == status
