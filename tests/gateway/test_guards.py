@@ -135,6 +135,8 @@ def test_a_grant_of_deepgrams_shape_opens_its_door(engine) -> None:
             assert hear(stream, "Metadata")["channels"] == 1
 
 
+@pytest.mark.behaviour("K", door="native")
+@pytest.mark.behaviour("K", door="openai_realtime")
 def test_a_key_never_reaches_the_log(engine, caplog, monkeypatch) -> None:
     """Not even that of a session which ends with a fault."""
     caplog.set_level(logging.DEBUG)
@@ -159,6 +161,9 @@ def test_a_key_never_reaches_the_log(engine, caplog, monkeypatch) -> None:
 LISTEN = "model=nova-3&encoding=linear16&sample_rate=16000"
 
 
+@pytest.mark.behaviour("K", door="deepgram")
+@pytest.mark.behaviour("K", door="deepgram_turns")
+@pytest.mark.behaviour("K", door="telephony")
 @pytest.mark.parametrize("key", [KEY, "sk-another"])
 @pytest.mark.parametrize(
     ("path", "headers", "subprotocols"),

@@ -292,6 +292,11 @@ def test_whatever_stands_in_a_message_it_is_answered_or_told(world, name: str, d
     assert_can_be_sent(told, simulation.published)
 
 
+@pytest.mark.behaviour("J", door="native")
+@pytest.mark.behaviour("J", door="deepgram")
+@pytest.mark.behaviour("J", door="deepgram_turns")
+@pytest.mark.behaviour("J", door="openai_realtime")
+@pytest.mark.behaviour("J", door="telephony")
 @pytest.mark.parametrize("name", PROTOCOLS)
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:20])
 def test_each_value_of_each_message_may_be_anything(world, name: str, value: Any) -> None:
@@ -325,6 +330,7 @@ FORM = {
 FORM_VALUES = ("", "\0", "nan", "inf", "-1", "1e999", "[1]", "7", '"x"', "[" * 5_000, "é👩\u200d🚀", "x" * 100_000)
 
 
+@pytest.mark.behaviour("J", door="openai_rest")
 @pytest.mark.parametrize("field", FORM)
 @pytest.mark.parametrize("value", FORM_VALUES, ids=lambda value: value[:8])
 def test_each_field_of_a_form_may_be_anything(world, field: str, value: str) -> None:

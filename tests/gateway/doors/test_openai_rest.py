@@ -50,6 +50,16 @@ def test_text_is_the_text(world) -> None:
     assert body(world, ("response_format", "text")) == "w0 w1 w2 w3 w4\n"
 
 
+@pytest.mark.behaviour("C", door="openai_rest")
+@pytest.mark.parametrize("gap_s", [0.0, 0.1, 0.2])
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_the_last_word_right_before_the_end_of_the_recording_is_heard(world, gap_s, stream) -> None:
+    scene = world.make_scene([0.5, 3, gap_s])
+    scene = type(scene)(scene.samples[: len(scene.samples) - 800], scene.words)
+    last = body(world, ("stream", stream), scene=scene, delay_s=0.3).strip().splitlines()[-1]
+    assert json.loads(last.removeprefix("data: "))["text"] == "w0 w1 w2"
+
+
 def both(world, *fields):
     """A caller and a callee on a channel each; the frames of the answer."""
     caller, callee = world.make_scene([0.5, 2, 3.0, 1, 1.0]), world.make_scene([2.5, 1, 3.0])
