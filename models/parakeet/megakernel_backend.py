@@ -208,6 +208,7 @@ class MegakernelDecoder:
         for slot, own in enumerate(seats):
             parts = tuple(jobs[seat].part(seat) for seat in own)
             self._runtime.open(slot, TransducerRequest(parts), after=ready)
+            ready = None  # what is opened later comes behind it as well
         self._collect(jobs, seats)
         found = self._buffers.state_out[: len(jobs)].clone()  # [jobs, L, 2, P]
         projected = functional.linear(found[:, -1, 0], *self._projector).unbind()
