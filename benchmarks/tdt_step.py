@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -35,7 +36,7 @@ from models.parakeet import graph_decoder
 from models.parakeet.config import ParakeetConfig
 from models.parakeet.graph import transducer_graph
 from models.parakeet.graph_decoder import GraphDecoder
-from models.parakeet.greedy import TorchDecoder
+from models.parakeet.greedy import Piece, TorchDecoder
 from models.parakeet.megakernel_backend import MegakernelDecoder, decoder_on
 from models.parakeet.reference import Parakeet
 
@@ -43,7 +44,9 @@ V3 = ParakeetConfig(128, 1, 1024, 8, 4096, 9, 256, 640, 2, 8193, 8192)  # but fo
 N_FRAMES = 1024  # timed: 82 s of audio
 FIRST_FRAMES = 256  # before
 N_REPEATS = 9
-CHUNK_FRAMES = 4  # of a short request, 320 ms
+CHUNK_FRAMES = 4  # of a call, 320 ms
+AHEAD_FRAMES = 13  # behind them, 1040 ms
+N_CALLS = 50
 MANY_BLANKS = 100.0  # added to the blank's logit
 
 
@@ -190,18 +193,35 @@ def _ours(model: Parakeet, frames: Tensor, cache: Path) -> None:
     for n_slots in (1, 2, 4, 8):
         per_token, per_step, share = slope(lambda n_frames, n=n_slots: ours(runtime, n, n_frames))
         print(f"| {n_slots} | {per_token:.2f} | {per_step:.2f} | {share:.2f} |", flush=True)
-    start = decoder.start()
-    for n_streams in (1, 8):
-        spent = []
-        on = frames.to("cuda")
-        for _ in range(20):
-            torch.cuda.synchronize()
-            began_s = time.perf_counter()
-            decoder.decode([(on[i, :CHUNK_FRAMES], start) for i in range(n_streams)])
-            spent.append(time.perf_counter() - began_s)
-        print(f"\n{n_streams} streams, {CHUNK_FRAMES} frames each, a whole call: {median(spent) * 1e6:.0f} µs")
     decoder.close()
     _blanks(model, frames, cache)
+    _calls(model, frames, cache)
+
+
+def _calls(model: Parakeet, frames: Tensor, cache: Path) -> None:
+    """Whole calls as the product makes them, from tensors on the device to emissions and states."""
+    decoder = decoder_on(model, find_device(), cache=cache)
+    on, start = frames.to("cuda"), decoder.start()
+    end = CHUNK_FRAMES + AHEAD_FRAMES
+    print(f"\n| whole calls of streams | {CHUNK_FRAMES} frames each, µs | and {AHEAD_FRAMES} that lie ahead, µs |")
+    print("|---|---:|---:|")
+    for n_streams in (1, 8, 16, 64):
+        of = [on[i % len(on), i : i + end] for i in range(n_streams)]
+        pairs = [(each[:CHUNK_FRAMES], start) for each in of]
+        pieces = [Piece(each[:CHUNK_FRAMES], start, each[CHUNK_FRAMES:]) for each in of]
+        alone_us, ahead_us = _call_us(partial(decoder.decode, pairs)), _call_us(partial(decoder.decode_ahead, pieces))
+        print(f"| {n_streams} | {alone_us:.0f} | {ahead_us:.0f} |", flush=True)
+    decoder.close()
+
+
+def _call_us(call: Callable[[], object]) -> float:
+    spent = []
+    for _ in range(N_CALLS):
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - began_s)
+    return median(spent[N_CALLS // 5 :]) * 1e6
 
 
 def _blanks(model: Parakeet, frames: Tensor, cache: Path) -> None:
