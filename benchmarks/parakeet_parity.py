@@ -11,27 +11,13 @@ import argparse
 import torch
 import transformers
 
+from benchmarks.parakeet_encoder import V3
 from benchmarks.report import heading
-from models.parakeet.config import ParakeetConfig
 from models.parakeet.encoder import n_encoder_frames
 from models.parakeet.features import log_mel, n_mel_frames
 from models.parakeet.greedy import decode, start
 from models.parakeet.reference import Parakeet
 from vad.audio import SAMPLE_RATE_HZ
-
-V3 = ParakeetConfig(
-    n_mels=128,
-    n_layers=24,
-    d_model=1024,
-    n_heads=8,
-    d_ffn=4096,
-    conv_kernel=9,
-    subsampling_channels=256,
-    d_predictor=640,
-    n_predictor_layers=2,
-    vocabulary_size=8193,
-    blank_id=8192,
-)
 
 
 def main() -> None:
