@@ -95,6 +95,12 @@ def add_in_order(parts: NDArray[np.float32]) -> NDArray[np.float32]:
     return total
 
 
+def sum_in_order(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[..., n] → [...]: the first plus the second plus the third. numpy's own sum pairs them."""
+    sums: NDArray[np.float32] = np.add.accumulate(x, axis=-1)[..., -1]
+    return sums
+
+
 def linear_sums(x: NDArray[np.float32], weight: NDArray[np.float32]) -> NDArray[np.float32]:
     """x [rows, K] bfloat16 times weight [n, K] bfloat16 → [rows, n]: each warp's part of K, then the warps in order."""
     n_parts = k_warps(x.shape[1])
@@ -111,8 +117,8 @@ def row_stats(x: NDArray[np.float32], epsilon: float) -> tuple[NDArray[np.float3
     """
     n_rows, k = x.shape
     pieces = x.reshape(n_rows, -1, STATS_ELEMENTS)  # [rows, pieces, elements]
-    sums = add_in_order(add_in_order(np.moveaxis(pieces, -1, 0)).T)
-    squares = add_in_order(add_in_order(np.moveaxis(pieces * pieces, -1, 0)).T)
+    sums = sum_in_order(sum_in_order(pieces))
+    squares = sum_in_order(sum_in_order(pieces * pieces))
     mean = sums / np.float32(k)
     variance = np.maximum(squares / np.float32(k) - mean * mean, np.float32(0))
     return mean, np.float32(1) / np.sqrt(variance + np.float32(epsilon))
@@ -194,7 +200,7 @@ def attend_block(
     seen = np.where(is_visible, scores, np.float32(-np.inf))
     largest = seen.max(axis=-1)
     weights = exp(seen - largest[..., None])
-    total = add_in_order(np.moveaxis(weights, -1, 0))
+    total = sum_in_order(weights)
     mixed = accumulate(weights, values.swapaxes(-1, -2))
     return largest, total, round_bf16(mixed / total[..., None])
 

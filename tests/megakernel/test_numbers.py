@@ -30,6 +30,12 @@ def test_rounding_is_torchs(x: NDArray[np.float32]) -> None:
     np.testing.assert_array_equal(numbers.round_bf16(x), expected)
 
 
+@given(arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 300)), elements=st.floats(-1e6, 1e6, width=32)))
+def test_a_sum_in_order_is_rounded_behind_each_element(x: NDArray[np.float32]) -> None:
+    expected = numbers.add_in_order(np.ascontiguousarray(x.T))
+    assert same_bits(numbers.sum_in_order(x), expected)
+
+
 @given(FLOATS)
 def test_bits_and_pairs_come_back(x: NDArray[np.float32]) -> None:
     rounded = numbers.round_bf16(np.concatenate([x, x[::-1]]))
