@@ -7,6 +7,7 @@ one thread owns an engine.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import numpy as np
 import torch
@@ -261,9 +262,13 @@ def languages_of(config: ParakeetConfig) -> tuple[str, ...]:
 
 def _decoded(backend: Backend, batch: Sequence[Piece]) -> list[Decoded]:
     """What the frames say; no frames say nothing, and the backend is not asked."""
-    audible = [piece for piece in batch if len(piece.frames) or len(piece.behind)]
+    is_audible = [len(piece.frames) + len(piece.behind) > 0 for piece in batch]
+    audible = list(compress(batch, is_audible))
     spoken = iter(backend.decode_ahead(audible) if audible else [])
-    return [next(spoken) if len(piece.frames) or len(piece.behind) else Decoded([], piece.state, []) for piece in batch]
+    return [
+        next(spoken) if is_one else Decoded([], piece.state, [])
+        for piece, is_one in zip(batch, is_audible, strict=True)
+    ]
 
 
 def _own(stream: EngineStream) -> ParakeetStream:

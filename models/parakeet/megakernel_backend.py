@@ -77,6 +77,7 @@ class _Stream:
     """What is left of one stream's frames, and what they have said."""
 
     frames: Tensor  # [T, P]
+    n_frames: int  # T: a tensor is slow to say it
     state: TransducerState
     behind: Tensor | None = None  # [T, P], not given yet
     begins: bool = False
@@ -86,24 +87,25 @@ class _Stream:
 
     @property
     def is_under_way(self) -> bool:
-        return self.begins or self.n_done < len(self.frames) or self.behind is not None
+        return self.begins or self.n_done < self.n_frames or self.behind is not None
 
     def next_jobs(self, room: int) -> "list[_Job]":
         """What comes next in at most two seats of ``room`` frames, one after the other; frames passed over are gone."""
-        n_left = len(self.frames) - self.n_done
+        n_left = self.n_frames - self.n_done
         n = min(n_left, room)
         jobs = []
         if self.begins or self.state.time_jump < n:
-            frames = self.frames if n == len(self.frames) else self.frames[self.n_done : self.n_done + n]
-            jobs.append(_Job(self, frames, 0 if self.begins else self.state.time_jump, begins=self.begins))
+            frames = self.frames if n == self.n_frames else self.frames[self.n_done : self.n_done + n]
+            jobs.append(_Job(self, frames, n, 0 if self.begins else self.state.time_jump, begins=self.begins))
         else:
             self.state = replace(self.state, time_jump=self.state.time_jump - n)
             self.n_done += n
         if n == n_left and self.behind is not None:
+            n_behind = len(self.behind)
             if jobs:
-                jobs.append(_Job(self, self.behind, 0, is_ahead=True, continues=True))
-            elif self.state.time_jump < len(self.behind):
-                jobs.append(_Job(self, self.behind, self.state.time_jump, is_ahead=True))
+                jobs.append(_Job(self, self.behind, n_behind, 0, is_ahead=True, continues=True))
+            elif self.state.time_jump < n_behind:
+                jobs.append(_Job(self, self.behind, n_behind, self.state.time_jump, is_ahead=True))
             self.behind = None
         return jobs
 
@@ -114,6 +116,7 @@ class _Job:
 
     stream: _Stream
     frames: Tensor  # [T, P]
+    n_frames: int  # T
     first_frame: int
     begins: bool = False
     continues: bool = False  # what the job before it in the same stream leaves
@@ -121,7 +124,7 @@ class _Job:
     n_past: int = 0  # frames that are passed over behind these
 
     def part(self, seat: int) -> FramePart:
-        return FramePart(len(self.frames), self.first_frame, self.begins, seat, self.continues)
+        return FramePart(self.n_frames, self.first_frame, self.begins, seat, self.continues)
 
     def add(self, record: EmissionRecord) -> None:
         to, first = (self.stream.ahead, 0) if self.is_ahead else (self.stream.emissions, self.stream.n_done)
@@ -153,22 +156,26 @@ class MegakernelDecoder:
         if self._start is None:
             state = self._buffers.state_in
             nothing = SeatState(state[0, :, 0], state[0, :, 1], state[0, 0, 0], packed=state[0])
-            stream = _Stream(self._buffers.frames[0, :0], nothing, begins=True)
+            stream = _Stream(self._buffers.frames[0, :0], 0, nothing, begins=True)
             self._finish([stream])
             self._start = stream.state
         return self._start
 
     def decode(self, batch: Sequence[tuple[Tensor, TransducerState]]) -> list[tuple[list[Emission], TransducerState]]:
         """See ``TransducerDecoder``."""
-        streams = [_Stream(frames, state) for frames, state in batch]
+        streams = [_Stream(frames, len(frames), state) for frames, state in batch]
         self._finish(streams)
         return [(stream.emissions, stream.state) for stream in streams]
 
     def decode_ahead(self, batch: Sequence[Piece]) -> list[Decoded]:
         """See ``TransducerDecoder``: in one launch, where all that lies ahead has room in a seat."""
-        if any(len(piece.behind) > self._room for piece in batch):
+        n_behind = [len(piece.behind) for piece in batch]
+        if max(n_behind, default=0) > self._room:
             return ahead_in_two(self, batch)
-        streams = [_Stream(piece.frames, piece.state, piece.behind if len(piece.behind) else None) for piece in batch]
+        streams = [
+            _Stream(piece.frames, len(piece.frames), piece.state, piece.behind if n else None)
+            for piece, n in zip(batch, n_behind, strict=True)
+        ]
         self._finish(streams)
         return [Decoded(stream.emissions, stream.state, stream.ahead) for stream in streams]
 
@@ -200,7 +207,7 @@ class MegakernelDecoder:
         ends = list(accumulate(map(len, of_streams)))
         self._fill(jobs)
         ready = _recorded(self._buffers.frames.device)
-        lengths = [sum(len(job.frames) for job in own) for own in of_streams]
+        lengths = [sum(job.n_frames for job in own) for own in of_streams]
         seats = [
             [seat for stream in own for seat in range(ends[stream] - len(of_streams[stream]), ends[stream])]
             for own in share_out(lengths, self._n_slots)
@@ -217,13 +224,14 @@ class MegakernelDecoder:
             if not job.is_ahead:
                 stream = job.stream
                 stream.state = SeatState(hidden[seat], cells[seat], projected[seat], job.n_past, packed[seat])
-                stream.n_done += len(job.frames)
+                stream.n_done += job.n_frames
                 stream.begins = False
 
     def _fill(self, jobs: Sequence[_Job]) -> None:
         """Frames and states to the seats, in two operations: each takes longer to ask for than to do."""
-        seats = {n: self._buffers.frames[:, :n].unbind() for n in {len(job.frames) for job in jobs}}
-        to = [seats[len(job.frames)][seat] for seat, job in enumerate(jobs)]
+        frames = self._buffers.frames[: len(jobs)]
+        seats = {n: frames[:, :n].unbind() for n in {job.n_frames for job in jobs}}
+        to = [seats[job.n_frames][seat] for seat, job in enumerate(jobs)]
         torch._foreach_copy_(to, [job.frames for job in jobs])
         restored = [seat for seat, job in enumerate(jobs) if not (job.begins or job.continues)]
         if restored:
