@@ -5,7 +5,7 @@ Does not know encodings or channels.
 
 soxr does the filtering, but not as a stream: its streams hold back 37 to 115 ms (soxr 1.1.0, quality "HQ"). A block of
 5 to 10 ms is made at a time from all the input that the filter reaches, so packets can't change what comes out. For the
-usual rates the filter is asked of soxr once (up to 0.2 s, at 44.1 kHz and its parts), and a block is a product with it:
+usual rates the filter is asked of soxr once (up to 80 ms, at 44.1 kHz and its parts), and a block is a product with it:
 a quarter to a twentieth of the time that soxr takes, which designs its filter anew in each call.
 """
 
