@@ -181,7 +181,17 @@ inline void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(
     emulated::meet(own.barrier, 32, [&] { emulated::multiply(own); });
     d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
 }
-inline void movmatrix_sync_aligned_m8n8_trans_b16(unsigned& out, unsigned in) { abort(); }
+inline void movmatrix_sync_aligned_m8n8_trans_b16(unsigned& out, unsigned in) {
+    const unsigned lane = emulated::now->thread % 32, row = lane / 4;
+    out = emulated::together(in, [&](const unsigned* words) {
+        unsigned pair = 0;
+        for (unsigned i = 0; i < 2; i++) {
+            const unsigned word = words[(lane % 4 * 2 + i) * 4 + row / 2];
+            pair |= (row & 1 ? word >> 16 : word & 0xffffu) << 16 * i;
+        }
+        return pair;
+    });
+}
 inline void max_NaN_f32(float& y, float x) { y = std::isnan(x) ? x : std::max(x, 0.0f); }
 inline void ld_global_cg_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w, const void* p) {
     const uint4 v = *(const uint4*)p;
@@ -203,3 +213,20 @@ inline void cp_async_cg_shared_global_L2__128B(unsigned to, const char* from) {
 }
 inline void cp_async_cg_shared_global(unsigned to, const void* from) { memcpy(emulated::block().own_memory + to, from, 16); }
 inline void cp_async_wait_all() {}
+inline void cp_async_commit_group() {}
+inline void cp_async_wait_group(int) {}
+inline void ld_shared_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w, unsigned at) {
+    const uint4 v = *(const uint4*)(emulated::block().own_memory + at);
+    x = v.x, y = v.y, z = v.z, w = v.w;
+}
+inline void ld_relaxed_gpu_global_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w, const unsigned* p) {
+    emulated::pause(), x = p[0], y = p[1], z = p[2], w = p[3];
+}
+inline void st_release_gpu_global_u32(unsigned* p, unsigned v) { *p = v; }
+inline void fence_acq_rel_gpu() {}
+inline void mov_u32(unsigned& v) { v = emulated::now->thread; }
+inline void* __cvta_shared_to_generic(size_t at) { return emulated::block().own_memory + at; }
+inline bool __all_sync(unsigned all, bool x) { return __ballot_sync(all, !x) == 0; }
+inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+inline float __shfl_sync(unsigned all, float x, int lane) { return __uint_as_float(__shfl_sync(all, __float_as_uint(x), lane)); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

@@ -1,4 +1,4 @@
-"""A transducer's kernel compiled for this machine's processor and run on it, every thread of every block in turn.
+"""A program's kernel compiled for this machine's processor and run on it, every thread of every block in turn.
 
 What a GPU would compute, but for the order of sums inside its matrix instruction. Slow: for small sizes. Takes the
 place of the launcher under the runtime.
@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakernel import isa
-from megakernel.cubin import kernel_sources, program_header
+from megakernel.cubin import ENTRY as LOOP_ENTRY
+from megakernel.cubin import LOOP_KERNEL, kernel_sources, program_header
 from megakernel.interpret_transducer import TransducerDevice, transducer_device
+from megakernel.interpreter import DeviceMemory
 from megakernel.isa import Control, Parameter
 from megakernel.launcher import Event, Start, dynamic_shared_bytes, launch_words
 from megakernel.mailbox import ADDRESSES, MAILBOX_BYTES, OFFSETS, Mailbox
@@ -64,53 +66,43 @@ def _call(statement: str) -> str:
     return f"{re.sub(r'[.:]', '_', instruction[1])}({', '.join(operands)})"
 
 
-class EmulatedLauncher:
+class Emulated:
     """See ``megakernel.runtime.Launches``. A launch is over when ``start`` returns."""
 
-    def __init__(self, program: Program, constants: Mapping[str, NDArray[np.float32]], folder: Path) -> None:
-        """Compile in ``folder``."""
+    def __init__(
+        self,
+        program: Program,
+        folder: Path,
+        *,
+        entry: str,
+        kernel: str,
+        arrays: Mapping[Parameter, NDArray[np.generic]],
+    ) -> None:
+        """Compile in ``folder``. ``arrays``: what the program's memory holds besides what every program has."""
         assert COMPILER is not None
         self.program = program
-        self.memory: TransducerDevice = transducer_device(program, constants)
         texts = {name: without_ptx(text) for name, text in kernel_sources().items()}
-        layout = texts["transducer_layout.cuh"]
-        texts["transducer_layout.cuh"] = re.sub(r"extern __shared__.*?;", "", layout)
+        for name in ("machine.cuh", "transducer_layout.cuh"):
+            texts[name] = re.sub(r"extern __shared__.*?;", "", texts[name])
         texts |= {"program.h": program_header(program), "emulated_gpu.h": (HERE / "emulated_gpu.h").read_text()}
         run = (HERE / "emulated_run.h").read_text()
-        texts["all.cpp"] = f'#include "emulated_gpu.h"\n#include "{ENTRY}"\n#define KERNEL {KERNEL}\n{run}'
+        texts["all.cpp"] = f'#include "emulated_gpu.h"\n#include "{entry}"\n#define KERNEL {kernel}\n{run}'
         for name, text in texts.items():
             (folder / name).write_text(text)
-        command = [
-            COMPILER,
-            "-std=c++17",
-            "-O1",
-            "-U_FORTIFY_SOURCE",
-            "-w",
-            "-shared",
-            "-fPIC",
-            "-o",
-            "kernel.so",
-            "all.cpp",
-        ]
-        subprocess.run(command, cwd=folder, check=True)
+        options = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", "-o", "kernel.so"]
+        subprocess.run([COMPILER, *options, "all.cpp"], cwd=folder, check=True)
         self._library = ctypes.CDLL(str(folder / "kernel.so"))
         self._mailbox = np.zeros(MAILBOX_BYTES, np.uint8)
         self.mailbox = Mailbox(self._mailbox)
         n_request_words = isa.MAX_SLOTS * isa.REQUEST_WORDS + isa.COMMAND_SLOTS * isa.COMMAND_WORDS
-        tape = self.memory.memory.tape
         self._arrays: dict[Parameter, NDArray[np.generic]] = {
-            Parameter.TAPE: tape,
             Parameter.WARP_TILES: program.warp_tiles,
             Parameter.TASKS: program.tasks,
-            Parameter.AUX: self.memory.memory.aux,
             Parameter.EXCHANGE: _aligned(program.exchange_words * 2),
             Parameter.REQUESTS: np.zeros(n_request_words, np.uint32),
             Parameter.STATE: np.zeros(isa.STATE_WORDS, np.uint32),
             Parameter.CONTROL: np.zeros(isa.CONTROL_WORDS, np.uint32),
-            Parameter.FRAMES: self.memory.frames,
-            Parameter.TABLE: self.memory.table,
-            Parameter.STATE_IN: self.memory.state_in,
-            Parameter.STATE_OUT: self.memory.state_out,
+            **arrays,
         }
 
     def start(self, start: Start) -> None:
@@ -144,6 +136,54 @@ class EmulatedLauncher:
 
     def close(self) -> None:
         """See ``Launches``."""
+
+
+class EmulatedLauncher(Emulated):
+    """A transducer's."""
+
+    def __init__(self, program: Program, constants: Mapping[str, NDArray[np.float32]], folder: Path) -> None:
+        """Compile in ``folder``."""
+        self.memory: TransducerDevice = transducer_device(program, constants)
+        arrays = {
+            Parameter.TAPE: self.memory.memory.tape,
+            Parameter.AUX: self.memory.memory.aux,
+            Parameter.FRAMES: self.memory.frames,
+            Parameter.TABLE: self.memory.table,
+            Parameter.STATE_IN: self.memory.state_in,
+            Parameter.STATE_OUT: self.memory.state_out,
+        }
+        super().__init__(program, folder, entry=ENTRY, kernel=KERNEL, arrays=arrays)
+
+
+class EmulatedLoop(Emulated):
+    """A token loop's."""
+
+    def __init__(self, program: Program, memory: DeviceMemory, folder: Path) -> None:
+        """Compile in ``folder``; ``memory`` is copied."""
+        arrays = {
+            Parameter.TAPE: memory.tape,
+            Parameter.AUX: memory.aux,
+            Parameter.BITMAPS: memory.bitmaps,
+            Parameter.TOKEN_TABLE: memory.token_table,
+            Parameter.POSITION_TABLE: memory.position_table,
+            Parameter.SELF_CACHE: memory.self_cache,
+            Parameter.CROSS_CACHE: memory.cross_cache,
+            Parameter.SCORES: memory.scores,
+        }
+        super().__init__(
+            program,
+            folder,
+            entry=LOOP_ENTRY,
+            kernel=LOOP_KERNEL,
+            arrays={name: _copied(array) for name, array in arrays.items()} | {Parameter.PHASES: program.phases},
+        )
+
+
+def _copied(array: NDArray[np.generic]) -> NDArray[np.uint32]:
+    """Its bytes at a border of 128."""
+    copy = _aligned(-(-array.nbytes // 4))
+    copy.view(np.uint8)[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    return copy
 
 
 def _aligned(n_words: int) -> NDArray[np.uint32]:
