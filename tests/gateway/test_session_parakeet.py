@@ -18,7 +18,7 @@ from gateway import messages as m
 from models.backends import Backends, Offer
 from models.parakeet.config import FRAME_SAMPLES, HOP_SAMPLES
 from models.parakeet.engine import ParakeetEngine
-from models.parakeet.greedy import Emission, TransducerState, decode, start
+from models.parakeet.greedy import Decoded, Emission, Piece, TransducerState, ahead_in_two, decode, start
 from models.parakeet.tokens import Pieces
 from tests.models.parakeet.files import PIECES
 from tests.models.parakeet.small import SMALL, small_model
@@ -51,6 +51,9 @@ class FrameByFrame:
 
     def decode(self, batch: Sequence[tuple[Tensor, TransducerState]]) -> list[tuple[list[Emission], TransducerState]]:
         return [decode(MODEL, frames, state) for frames, state in batch]
+
+    def decode_ahead(self, batch: Sequence[Piece]) -> list[Decoded]:
+        return ahead_in_two(self, batch)
 
     def close(self) -> None:
         pass
