@@ -216,8 +216,8 @@ __device__ __forceinline__ void attend_unit(const Machine m, const Unit& unit) {
     const bool is_busy = m.warp() < Share<CROSS>::BUSY_WARPS;
     // where this lane's elements lie in the slot's first row, and in a position of the cache
     const u64* const from = row_words(m, m.field(PHASE_INPUT), Q_WIDE, slot_row) + (unit.head * HEAD_SIZE + (m.lane() & 3) * 8) / 2;
-    Held keys[GROUPS], values[GROUPS];
-    Piece queries[2];
+    Held keys[GROUPS] = {}, values[GROUPS] = {};
+    Piece queries[2] = {};
     if (is_busy) {
         u16* cache = m.at<u16>(CROSS ? PARAMETER_CROSS_CACHE : PARAMETER_SELF_CACHE) +
                      cache_offset(unit.slot, m.field(PHASE_LAYER), 0, unit.head, POSITIONS) + (m.lane() & 3) * 8;
@@ -309,7 +309,7 @@ __device__ __noinline__ void combine(const Machine m) {
         const u32 n = cross ? blocks_of<true>(slot, 0) : blocks_of<false>(slot, m.misc().state.rows[row].position);
         if (n == 1) continue;
         const u64* from = words(m) + partial + unit * n_blocks_at_most * BLOCK_WORDS;
-        Pair pairs[FETCHES];
+        Pair pairs[FETCHES] = {};
 #pragma unroll
         for (u32 i = 0; i < FETCHES; i++)
             if (m.lane() + 32 * i < n * PAIRS) pairs[i] = peek_pair(from + (m.lane() + 32 * i) * 2);

@@ -138,7 +138,7 @@ __device__ __forceinline__ void head(const Machine m) {
     Stream stream(m);
 #pragma unroll 1
     for (u32 first = 0; first < n_tokens; first += BATCH * GRANULE_ROWS) {
-        float2 aux[PER_LANE];
+        float2 aux[PER_LANE] = {};
 #pragma unroll
         for (u32 i = 0; i < PER_LANE; i++)  // asked for now, needed behind the products
             if (m.warp() < n_rows && first + m.lane() + 32 * i < n_tokens) aux[i] = __ldg(table + first + m.lane() + 32 * i);

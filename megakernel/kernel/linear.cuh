@@ -321,7 +321,7 @@ template <int K_WARPS>
 __device__ __forceinline__ Output output_of(const Machine m, u32 index, const u32* task, u32 first, u32 n_rows) {
     constexpr u32 GROUPS = N_WARPS / K_WARPS, BATCH = BATCH_GRANULES * GROUPS;
     const u32 pair = index & 3, in_batch = (index >> 2) % BATCH, granule = first + in_batch;
-    Output out;
+    Output out = {};  // all of it, also where it is none: README.md, What binds
     out.row = (index >> 2) / BATCH;
     out.is_one = out.row < n_rows && granule < task[TASK_N_GRANULES];
     if (!out.is_one) return out;

@@ -248,26 +248,23 @@ SHIPPED: Mapping[str, Callable[[], Graph]] = {
 }
 N_THREADS = 32 * N_WARPS
 MAX_REGISTERS = min(255, 65_536 // N_THREADS)  # of a thread: what an instruction can name, and a share of the SM's file
-# Bytes that megakernel_loop spills, compiled by MEASURED_WITH. The goal is 0, which megakernel_phase reaches with the
-# same bodies: what spills is what the compiler keeps from phase to phase in the loop around them. These figures are no
-# goal but a ratchet: what lowers them lowers them here too, and nothing raises them unnoticed.
 MEASURED_WITH = (13, 5)
-SPILL_BYTES = {
-    ("whisper-large-v3-turbo", "sm_80"): 380,
-    ("whisper-large-v3-turbo", "sm_86"): 380,
-    ("whisper-large-v3-turbo", "sm_89"): 380,
-    ("whisper-large-v3-turbo", "sm_90a"): 420,
-    ("whisper-large-v3-turbo", "sm_100a"): 428,
-    ("whisper-large-v3-turbo", "sm_120"): 440,
-    ("whisper-tiny.en", "sm_90a"): 416,
-    ("whisper-base", "sm_90a"): 392,
-    ("whisper-small", "sm_90a"): 636,
-    ("whisper-large-v3", "sm_90a"): 588,
-}  # one model for every GPU and every model for one GPU: all pairs would take minutes
+SHIPPED_FOR = (
+    ("whisper-large-v3-turbo", "sm_80"),
+    ("whisper-large-v3-turbo", "sm_86"),
+    ("whisper-large-v3-turbo", "sm_89"),
+    ("whisper-large-v3-turbo", "sm_90a"),
+    ("whisper-large-v3-turbo", "sm_100a"),
+    ("whisper-large-v3-turbo", "sm_120"),
+    ("whisper-tiny.en", "sm_90a"),
+    ("whisper-base", "sm_90a"),
+    ("whisper-small", "sm_90a"),
+    ("whisper-large-v3", "sm_90a"),
+)  # one model for every GPU and every model for one GPU: all pairs would take minutes
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("model", "arch"), SPILL_BYTES)
+@pytest.mark.parametrize(("model", "arch"), SHIPPED_FOR)
 def test_a_shipped_program_fits_its_architecture(model: str, arch: str) -> None:
     target = next(target for target in KNOWN if target.arch == arch)
     usage = build_cubin(compile_program(SHIPPED[model](), target), cache=None).usage
@@ -275,14 +272,13 @@ def test_a_shipped_program_fits_its_architecture(model: str, arch: str) -> None:
     for kernel in KERNELS:
         assert usage[kernel].registers <= MAX_REGISTERS
         assert usage[kernel].static_shared_bytes == 0  # every byte is spoken for
-    if compiler_version() == MEASURED_WITH:  # each compiler has its own figures
-        assert usage["megakernel_phase"].spill_bytes == 0
-        assert usage["megakernel_loop"].spill_bytes <= SPILL_BYTES[model, arch]
+        if compiler_version() == MEASURED_WITH:  # others may need a few
+            assert usage[kernel].spill_bytes == 0
 
 
 def test_every_model_and_every_architecture_is_compiled_for() -> None:
-    assert {model for model, _ in SPILL_BYTES} == set(SHIPPED)
-    assert {arch for _, arch in SPILL_BYTES} == {target.arch for target in KNOWN}
+    assert {model for model, _ in SHIPPED_FOR} == set(SHIPPED)
+    assert {arch for _, arch in SHIPPED_FOR} == {target.arch for target in KNOWN}
 
 
 def test_known_targets_are_one_for_each_architecture() -> None:
