@@ -19,13 +19,13 @@ from gateway.engine_messages import (
     CloseStream,
     Decode,
     Decoded,
+    EngineAbout,
     Failed,
     Opened,
     OpenStream,
     encoded,
     question_of,
 )
-from gateway.remote_engine import EngineAbout
 from streaming.engine import Chunk, EngineStream, SpeechEngine, UnsupportedOptionError
 from streaming.window import RollingAudio
 from vad.audio import AudioFrame, SpeechSpan

@@ -4,13 +4,24 @@ Knows fields and their bytes (MessagePack over a pipe that nobody else can reach
 is asked.
 """
 
+from dataclasses import dataclass
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streaming.engine import Chunk, DecodeOptions, StreamWarning
+from streaming.engine import Chunk, DecodeOptions, ModelCard, StreamWarning
 from streaming.transcript import Hypothesis, Word
 from vad.audio import SpeechSpan
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAbout:
+    """What a worker is told of an engine at its start."""
+
+    card: ModelCard
+    backend: str
+    why: str
 
 
 class OpenStream(msgspec.Struct, tag="open"):

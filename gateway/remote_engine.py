@@ -15,6 +15,7 @@ from gateway.engine_messages import (
     CloseStream,
     Decode,
     Decoded,
+    EngineAbout,
     Failed,
     Opened,
     OpenStream,
@@ -35,15 +36,6 @@ from streaming.transcript import Hypothesis
 
 class RemoteEngineError(Exception):
     """The engine's process could not do what was asked, or is gone; the message says what it says."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAbout:
-    """What a worker is told of an engine at its start."""
-
-    card: ModelCard
-    backend: str
-    why: str
 
 
 @dataclass(slots=True, eq=False)

@@ -27,9 +27,11 @@ from typing import Any
 from gateway.app import UvicornServer, build_app, prepare_interpreter, uvicorn_config
 from gateway.config import Config, ServerConfig
 from gateway.engine_host import EngineHost
+from gateway.engine_messages import EngineAbout
 from gateway.keys import Keys
+from gateway.outbox import Outbox
 from gateway.peers import READY, WorkerPeers, published, socket_of
-from gateway.remote_engine import EngineAbout, remote_engines
+from gateway.remote_engine import remote_engines
 from streaming.engine import SpeechEngine
 from vad.detector import SpeechDetector
 from vad.turn import TurnDetector
@@ -38,6 +40,7 @@ log = logging.getLogger("senseway")
 
 START_TIMEOUT_S = 120.0  # of a worker
 STOP_TIMEOUT_S = 15.0  # to tell clients, and let what runs finish
+RETRY_S = 0.02  # of events that a worker had no room for
 MAX_DEATHS = 5  # of workers in
 DEATHS_WITHIN_S = 60.0  # so long: something is wrong that a new one does not mend
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -76,6 +79,7 @@ class _Worker:
 
     process: SpawnProcess
     pipe: "Connection[bytes, bytes]"
+    outbox: Outbox  # of calls' events
     deadline_s: float  # to be ready
     is_ready: bool = False
 
@@ -167,24 +171,31 @@ class Workers:
         process.start()
         theirs.close()  # so that the worker's end is the only one
         questions.close()
-        self._workers[index] = _Worker(process, ours, time.monotonic() + START_TIMEOUT_S)
+        self._workers[index] = _Worker(process, ours, Outbox(ours), time.monotonic() + START_TIMEOUT_S)
 
     def _attend(self) -> None:
         """Wait for the next news and see to it."""
         by_pipe = {worker.pipe: index for index, worker in self._workers.items()}
         by_sentinel = {worker.process.sentinel: index for index, worker in self._workers.items()}
-        waiting_s = [worker.deadline_s - time.monotonic() for worker in self._workers.values() if not worker.is_ready]
-        found = wait([*by_pipe, *by_sentinel, self._news], timeout=max(0.0, min(waiting_s)) if waiting_s else None)
+        found = wait([*by_pipe, *by_sentinel, self._news], timeout=self._patience_s())
         for index in [index for pipe, index in by_pipe.items() if pipe in found]:
             self._hear(index)
         for index in [index for sentinel, index in by_sentinel.items() if sentinel in found]:
             self._replace(index)
+        for worker in self._workers.values():
+            worker.outbox.flush()
         if self._news in found:
             self._news.recv_bytes()
         if not self._is_hosted:
             raise WorkersError("the thread that runs the models ended; see the log")
         if any(not worker.is_ready and time.monotonic() > worker.deadline_s for worker in self._workers.values()):
             raise WorkersError(f"a worker was not ready in {START_TIMEOUT_S:g} s")
+
+    def _patience_s(self) -> float | None:
+        """How long to wait for news: until a worker should be ready, or an outbox may have room."""
+        limits_s = [worker.deadline_s - time.monotonic() for worker in self._workers.values() if not worker.is_ready]
+        limits_s += [RETRY_S for worker in self._workers.values() if worker.outbox.is_waiting]
+        return max(0.0, min(limits_s)) if limits_s else None
 
     def _hear(self, index: int) -> None:
         worker = self._workers[index]
@@ -197,8 +208,7 @@ class Workers:
             return
         for other in self._workers.values():
             if other is not worker and other.is_ready:
-                with suppress(OSError):
-                    other.pipe.send_bytes(data)
+                other.outbox.put(data)
 
     def _replace(self, index: int) -> None:
         worker = self._workers[index]
