@@ -135,17 +135,23 @@ struct Share {  // of a row of WIDTH elements: whole granules, as LINEAR has the
     }
 };
 
+// This SM's part of ``n_rows`` rows as tagged words; returns the buffer, one of two that take turns.
+__device__ __forceinline__ u32 publish_share(const Machine m, const Share share, u32 n_rows, u32 round) {
+    const u32 buffer = (round & 1) * N_REPLICAS * TARGET_ROWS * WIDTH / 2;
+    for (u32 i = m.thread(); i < n_rows * share.n_pairs; i += N_THREADS)
+        publish_row(m, buffer, WIDTH, i / share.n_pairs, share.first_pair + i % share.n_pairs, round, m.epoch + round);
+    return buffer;
+}
+
 // Every SM publishes its part of N_ROWS rows, and then has all of them in shared memory: tagged words, as LINEAR does.
 KERNEL rows_tagged(const __grid_constant__ Parameters p) {
     const Machine m = begin(p);
     const Share share(m.sm());
-    const u32 n_rows = (u32)p.word[N_ROWS], n = n_rows * share.n_pairs;
+    const u32 n_rows = (u32)p.word[N_ROWS];
 #pragma unroll 1
     for (u32 round = 0; round < p.word[N_ROUNDS]; round++) {
-        const u32 buffer = (round & 1) * N_REPLICAS * TARGET_ROWS * WIDTH / 2, epoch = m.epoch + round;
-        for (u32 i = m.thread(); i < n; i += N_THREADS)
-            publish_row(m, buffer, WIDTH, i / share.n_pairs, share.first_pair + i % share.n_pairs, round, epoch);
-        load_rows<WIDTH>(m, n_rows, 0, buffer, epoch);
+        const u32 buffer = publish_share(m, share, n_rows, round);
+        load_rows<WIDTH>(m, n_rows, 0, buffer, m.epoch + round);
         __syncthreads();
     }
 }
@@ -182,16 +188,14 @@ __device__ __forceinline__ void take_together(const Machine m, const u64* from, 
 KERNEL rows_tagged_together(const __grid_constant__ Parameters p) {
     const Machine m = begin(p);
     const Share share(m.sm());
-    const u32 n_rows = (u32)p.word[N_ROWS], n = n_rows * share.n_pairs;
+    const u32 n_rows = (u32)p.word[N_ROWS];
 #pragma unroll 1
     for (u32 round = 0; round < p.word[N_ROUNDS]; round++) {
-        const u32 buffer = (round & 1) * N_REPLICAS * TARGET_ROWS * WIDTH / 2, epoch = m.epoch + round;
-        for (u32 i = m.thread(); i < n; i += N_THREADS)
-            publish_row(m, buffer, WIDTH, i / share.n_pairs, share.first_pair + i % share.n_pairs, round, epoch);
+        const u32 buffer = publish_share(m, share, n_rows, round);
         if (n_rows <= 2)
-            take_together<3>(m, row_words(m, buffer, WIDTH, 0), n_rows * WIDTH / 4, epoch);
+            take_together<3>(m, row_words(m, buffer, WIDTH, 0), n_rows * WIDTH / 4, m.epoch + round);
         else
-            take_together<10>(m, row_words(m, buffer, WIDTH, 0), n_rows * WIDTH / 4, epoch);
+            take_together<10>(m, row_words(m, buffer, WIDTH, 0), n_rows * WIDTH / 4, m.epoch + round);
         __syncthreads();
     }
 }
@@ -199,10 +203,10 @@ KERNEL rows_tagged_together(const __grid_constant__ Parameters p) {
 // The same with plain stores, a word of who has arrived, and plain loads of twice as many elements at a time. ARRIVAL:
 // by a counter, by one of several counters each, or by a flag each.
 enum Arrival { COUNTER, COUNTERS, FLAGS };
+constexpr u32 N_COUNTERS = 8, LINE_WORDS = 32;  // each counter in a line of its own
 
 template <Arrival ARRIVAL>
 __device__ __forceinline__ void say(const Machine m, u32 round) {
-    constexpr u32 N_COUNTERS = 8, LINE_WORDS = 32;
     u32* at = m.at<u32>(COUNTED);
     if (ARRIVAL == COUNTER) arrive(at);
     if (ARRIVAL == COUNTERS) arrive(at + m.sm() % N_COUNTERS * LINE_WORDS);
@@ -212,7 +216,7 @@ __device__ __forceinline__ void say(const Machine m, u32 round) {
 // By the first warp. All of it hears of all that said so before.
 template <Arrival ARRIVAL>
 __device__ __forceinline__ void hear(const Machine m, u32 round) {
-    constexpr u32 N_COUNTERS = 8, LINE_WORDS = 32, QUADS = (N_SMS + 3) / 4;
+    constexpr u32 QUADS = (N_SMS + 3) / 4;
     const u32* at = m.at<u32>(COUNTED);
     if (ARRIVAL == COUNTER) {
         if (m.lane() == 0) wait_for(m, at, (round + 1) * N_SMS);

@@ -18,6 +18,7 @@ from megakernel.runtime import Runtime
 from megakernel.target import Target
 from tests.megakernel.conftest import Decoder, random_constants
 from tests.megakernel.emulator import COMPILER, EmulatedLoop
+from tests.megakernel.running import records_of
 
 TOLERANCE = 0.03  # of a log-probability: sums are in another order
 PLAIN = Request(head=(3, 14, 15), max_tokens=6, n_positions=290)
@@ -38,15 +39,7 @@ class Device:
 
     def run(self, requests: Sequence[Request]) -> list[list[SlotRecord]]:
         """Records of each request, one a slot."""
-        records: list[list[SlotRecord]] = [[] for _ in requests]
-        for slot, request in enumerate(requests):
-            self.runtime.open(slot, request)
-        self.runtime.burst()
-        while self.runtime.n_open:
-            for record in self.runtime.wait(5.0):
-                records[record.slot].append(record)
-        self.runtime.leave()
-        return records
+        return list(records_of(self.runtime, dict(enumerate(requests))).values())
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from megakernel.selftest_transducer import compare
 from megakernel.target import Target
 from megakernel.transducer_header import MAX_KERNEL_ROWS
 from tests.megakernel.emulator import COMPILER, EmulatedLauncher
+from tests.megakernel.running import records_of
 from tests.megakernel.transducers import (
     Constants,
     evaluated,
@@ -46,15 +47,7 @@ class Device:
 
     def run(self, requests: dict[int, TransducerRequest]) -> dict[int, list[SlotRecord]]:
         """Records of each slot."""
-        records: dict[int, list[SlotRecord]] = {slot: [] for slot in requests}
-        for slot, request in requests.items():
-            self.runtime.open(slot, request)
-        self.runtime.burst()
-        while self.runtime.n_open:
-            for record in self.runtime.wait(5.0):
-                records[record.slot].append(record)
-        self.runtime.leave()
-        return records
+        return records_of(self.runtime, requests)
 
 
 def emulated(kind: str, folder: Path) -> Device:
