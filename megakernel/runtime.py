@@ -241,8 +241,10 @@ class Runtime:
         """
         deadline_s, spin_until_s = (self._clock() + seconds for seconds in (timeout_s, self._spin_s))
         delivered: list[SlotRecord] = []
+        is_leaving = False  # its last record is seen once, a moment before the launch is over
         while (now_s := self._clock()) < deadline_s:
-            if now_s < spin_until_s and self._is_running and not self._mailbox.has_last_record:
+            is_leaving = is_leaving or self._mailbox.has_last_record
+            if now_s < spin_until_s and self._is_running and not is_leaving:
                 continue
             delivered += self.records()
             if not self._is_running and not self._slots:

@@ -181,6 +181,34 @@ class ScriptedDevice:
         return self.memory.view(np.uint32)[OFFSETS[name] // 4 :][:n_words]
 
 
+class LateDevice(ScriptedDevice):
+    """A launch is over only some looks after its last record has come."""
+
+    n_late_looks = 3
+
+    def has_left(self) -> bool:
+        if super().has_left():
+            self.n_late_looks -= 1
+        return self.n_late_looks < 0
+
+    def pass_time(self) -> None:
+        if self.starts and self._leave is None:
+            self._step()
+
+
+class PassingClock(Clock):
+    """A microsecond passes with each look, and the device makes a step."""
+
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __call__(self) -> float:
+        self.now_s += 1e-6
+        self._device.pass_time()
+        return self.now_s
+
+
 @pytest.fixture(scope="module")
 def program(tiny_graph: Callable[..., Graph]) -> Program:
     return compile_program(tiny_graph(), Target("five", "sm_90a", 5, 232_448))
@@ -221,6 +249,16 @@ def finish_one(runtime: Runtime, one: Request) -> list[SlotRecord]:
 
 
 # --- without disturbance ---
+
+
+def test_a_call_ends_with_its_launch_though_the_last_record_comes_before_that(program: Program) -> None:
+    device = LateDevice(program)
+    clock = PassingClock(device)
+    runtime = Runtime(program, device, n_rules=1, clock=clock, idle_ns=0, spin_s=0.01)
+    runtime.open(0, request())
+    runtime.burst()
+    assert tokens_of(runtime.finish(5.0), 1) == alone(program, request())
+    assert clock.now_s < 0.01, "not at the end of its patience"
 
 
 def test_nothing_is_launched_before_there_is_work(program: Program) -> None:
