@@ -35,6 +35,11 @@ _AT_MOST = {  # several times what any published checkpoint has; each is 1 at le
 _MAX_DURATIONS = 64
 
 
+def n_frames_of(n_samples: int) -> int:
+    """Encoder frames of a buffer: those of its whole mel frames, the last of which may be short."""
+    return -(-(n_samples // HOP_SAMPLES) // SUBSAMPLING)
+
+
 @dataclass(frozen=True, slots=True)
 class ParakeetConfig:
     """One checkpoint. Widths in elements, durations and ``attention_span`` in encoder frames of 80 ms."""

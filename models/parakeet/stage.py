@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .config import FRAME_SAMPLES, HOP_SAMPLES
+from .config import FRAME_SAMPLES, HOP_SAMPLES, n_frames_of
 from .encoder import Block, sinusoids
 from .features import MIN_SAMPLES
 from .fused import SAMPLES_BEHIND, Layer, Lengths, Linear, Norm, Operations, Strides
@@ -56,11 +56,6 @@ def shapes(max_frames: int) -> list[tuple[int, int]]:
 
 def _is_possible(batch: int, room: int) -> bool:
     return batch == 1 or batch * room <= _MAX_ROWS
-
-
-def n_frames_of(n_samples: int) -> int:
-    """Encoder frames of a buffer: those of its whole mel frames, the last of which may be short."""
-    return -(-(n_samples // HOP_SAMPLES) // (FRAME_SAMPLES // HOP_SAMPLES))
 
 
 def passes(lengths: Sequence[int]) -> list[tuple[int, int, list[int]]]:

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.parakeet.config import FRAME_SAMPLES, HOP_SAMPLES, SUBSAMPLING
+from models.parakeet.config import FRAME_SAMPLES, n_frames_of
 
 Encode = Callable[[Tensor, Tensor], Tensor]  # samples [R, N], their numbers [R] → frames [R, T, W]
 
 LEFT_FRAMES = (6, 12, 25, 50, 100, 125)
 CHUNK_FRAMES = (2, 4, 6, 8, 12, 16, 25, 50)
-RIGHT_FRAMES = (2, 4, 6, 8, 10, 13, 13, 16, 25)
+RIGHT_FRAMES = (2, 4, 6, 8, 10, 13, 13, 16, 25)  # sessions have 13, which come twice as often
 LARGEST_COST = 7.0  # frames encoded for a frame of the stream
 LEAST_BUFFER_FRAMES = 4  # the first buffer of a stream has no left context, and needs a deviation worth the name
 
@@ -46,18 +46,13 @@ def draw_contexts(rng: random.Random) -> Contexts:
             return contexts
 
 
-def n_frames(n_samples: int) -> int:
-    """Encoder frames of so many samples."""
-    return -(-(n_samples // HOP_SAMPLES) // SUBSAMPLING)
-
-
 def encode_in_buffers(encode: Encode, samples: Tensor, n_samples: Sequence[int], contexts: Contexts) -> Tensor:
     """Frames of streams [B, N] → [B, T, W], each from the buffer that has it in its chunk.
 
     ``n_samples`` are those of the rows; what lies behind a row's own frames means nothing.
     """
     lengths = np.asarray(n_samples)
-    frames_of_row = np.array([n_frames(n) for n in n_samples])
+    frames_of_row = np.array([n_frames_of(n) for n in n_samples])
     starts = np.arange(0, frames_of_row.max(), contexts.chunk)  # of chunks
     begins = np.maximum(0, starts - contexts.left)  # of buffers
     rows, chunks = np.nonzero(frames_of_row[:, None] > starts)

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.parakeet.config import ParakeetConfig
+from models.parakeet.config import ParakeetConfig, n_frames_of
 from models.parakeet.encoder import Encoder, n_encoder_frames
 from models.parakeet.features import MIN_SAMPLES, log_mel, n_mel_frames
 from models.parakeet.reference import Parakeet
 from models.parakeet.training.alignment import Aligned
 from models.parakeet.training.buffers import encode_in_buffers
-from models.parakeet.training.buffers import n_frames as n_frames_of
 from models.parakeet.training.loss import tdt_loss
 from models.parakeet.training.streams import Batch
 
@@ -99,7 +98,8 @@ class Learner(nn.Module):
         states = self.states(batch)
         if batch.aligned is not None:
             return self._losses_along(states, batch, batch.aligned)
-        if self.training and self.regularisation.hears_twice:
+        hears_twice = self.training and self.regularisation.hears_twice
+        if hears_twice:
             # In one piece, and with other masks; as if the batch had each stream twice.
             states = torch.cat((states, self.states(replace(batch, contexts=None))))
             tokens, n_tokens, n_samples = batch.tokens.repeat(2, 1), batch.n_tokens * 2, batch.n_samples * 2
@@ -119,9 +119,7 @@ class Learner(nn.Module):
             zero_infinity=True,  # a stream with more labels than frames
         )
         inside = torch.arange(states.shape[1], device=states.device) < n_frames[:, None]
-        disagreed = (
-            disagreement(said, inside) if self.training and self.regularisation.hears_twice else ctc.new_zeros(())
-        )
+        disagreed = disagreement(said, inside) if hears_twice else ctc.new_zeros(())
         return Losses(transducer, ctc / n_labels_in_all, disagreed / n_labels_in_all)
 
     def _losses_along(self, states: Tensor, batch: Batch, aligned: Aligned) -> Losses:

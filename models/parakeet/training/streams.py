@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from models.parakeet.config import n_frames_of
 from models.parakeet.training.alignment import Aligned, TimedPieces, align, padded
-from models.parakeet.training.buffers import Contexts, n_frames
+from models.parakeet.training.buffers import Contexts
 from models.parakeet.training.data import SAMPLE_RATE_HZ, Utterance, Word, decode, faster, spoken
 
 NO_WORDS: Mapping[str, tuple[Word, ...]] = MappingProxyType({})
@@ -341,7 +342,7 @@ def with_path(
         layout,
         tokens=padded(ids, 0).numpy(),
         n_tokens=tuple(len(row) for row in ids),
-        aligned=align(rows, [n_frames(n) for n in layout.n_samples], blank=blank, longest=longest),
+        aligned=align(rows, [n_frames_of(n) for n in layout.n_samples], blank=blank, longest=longest),
     )
 
 

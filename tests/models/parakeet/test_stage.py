@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.mel import mel_filters
-from models.parakeet.config import FRAME_SAMPLES, ParakeetConfig
+from models.parakeet.config import FRAME_SAMPLES, ParakeetConfig, n_frames_of
 from models.parakeet.device import (
     KERNELS,
     Gpu,
@@ -31,7 +31,7 @@ from models.parakeet.encoder import n_encoder_frames
 from models.parakeet.features import FFT_SAMPLES, MIN_SAMPLES, log_mel
 from models.parakeet.fused import SAMPLES_BEHIND, Lengths, Operations, TorchOperations
 from models.parakeet.reference import Parakeet
-from models.parakeet.stage import Listener, Stage, bucket, n_frames_of, passes, room_for, shapes
+from models.parakeet.stage import Listener, Stage, bucket, passes, room_for, shapes
 from tests.models.parakeet.emulator import COMPILER, EmulatedKernels
 from tests.nvrtc import needs_nvrtc
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.parakeet.config import FRAME_SAMPLES
-from models.parakeet.training.buffers import Contexts, draw_contexts, encode_in_buffers, n_frames
+from models.parakeet.config import FRAME_SAMPLES, n_frames_of
+from models.parakeet.training.buffers import Contexts, draw_contexts, encode_in_buffers
 from models.parakeet.training.data import Utterance, Word, faster, held_out_speakers, read_list, read_words, spoken
 from models.parakeet.training.streams import (
     Augmentation,
@@ -144,8 +144,8 @@ def test_buffers_cover_every_frame_of_a_stream_in_its_place(lengths: list[int], 
     samples = torch.arange(max(n_samples)).float().repeat(len(lengths), 1)
     frames = encode_in_buffers(frame_numbers, samples, n_samples, contexts)
     for row, n in enumerate(n_samples):
-        expected = torch.arange(n_frames(n)) * FRAME_SAMPLES
-        assert torch.equal(frames[row, : n_frames(n), 0], expected.float())
+        expected = torch.arange(n_frames_of(n)) * FRAME_SAMPLES
+        assert torch.equal(frames[row, : n_frames_of(n), 0], expected.float())
 
 
 def test_a_buffer_knows_no_more_than_its_contexts() -> None:
