@@ -70,7 +70,7 @@ GENTLE_REGULARISATION = Regularisation(
 class Plan:
     """How to train; times in seconds."""
 
-    minutes: float
+    minutes: float = 6.0
     seed: int = 4
     audio_s: float = 420.0  # of a batch
     lengths_s: tuple[float, ...] = (2.0, 4.0, 8.0, 12.0, 17.0, 17.0, 25.0, 36.0)
@@ -372,29 +372,33 @@ def settings(config: ParakeetConfig) -> dict[str, object]:
 
 def main() -> None:
     """Reads the lists, splits them by speaker, learns pieces and network, and saves them."""
+    usual = Plan()
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders with a train.jsonl each")
     parser.add_argument("--words", type=Path, help="when each word is said: begins along those paths")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=6.0)
-    parser.add_argument("--seed", type=int, default=4)
+    parser.add_argument("--minutes", type=float, default=usual.minutes)
+    parser.add_argument("--seed", type=int, default=usual.seed)
     parser.add_argument("--later", type=Path, help="a folder that gets its list, train.jsonl, during the training")
     parser.add_argument("--start", type=Path, help="go on from the network and vocabulary in this folder")
     parser.add_argument(
         "--gently", action="store_true", help="at a low rate and with little variation, for a last touch"
     )
     parser.add_argument("--steps", type=int, help="stop after so many, to try things")
-    parser.add_argument("--audio-s", type=float, default=420.0, help="audio of a batch, seconds")
-    parser.add_argument("--peak-rate", type=float, default=1.8e-3)
-    parser.add_argument("--buffered-share", type=float, default=0.4, help="of the batches, encoded as sessions do")
-    parser.add_argument("--consistency-weight", type=float, default=0.15, help="of two hearings' disagreement")
-    parser.add_argument("--workers", type=int, default=0, help="processes that lay out batches")
+    parser.add_argument("--audio-s", type=float, default=usual.audio_s, help="audio of a batch, seconds")
+    parser.add_argument("--peak-rate", type=float, default=usual.peak_rate)
+    parser.add_argument("--workers", type=int, default=usual.n_workers, help="processes that lay out batches")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
-    plan = Plan(minutes=args.minutes, seed=args.seed, max_steps=args.steps, audio_s=args.audio_s)
-    plan = replace(plan, peak_rate=args.peak_rate, n_workers=args.workers)
-    plan = replace(plan, buffered_share=args.buffered_share, consistency_weight=args.consistency_weight)
+    plan = Plan(
+        minutes=args.minutes,
+        seed=args.seed,
+        audio_s=args.audio_s,
+        peak_rate=args.peak_rate,
+        n_workers=args.workers,
+        max_steps=args.steps,
+    )
     augmentation, regularisation = Augmentation(), Regularisation()
     if args.start:
         plan = replace(plan, path_first=0.0, plain_first=0.0, warm_up=0.03)
@@ -405,9 +409,10 @@ def main() -> None:
     apart = held_out_speakers(utterances, seed=SPLIT_SEED)
     known = [utterance for utterance in utterances if utterance.speaker not in apart]
     unknown = [utterance for utterance in utterances if utterance.speaker in apart]
-    tokenizer = learn_tokenizer((spoken(u.text) for u in known), n_pieces=SIZES.vocabulary_size - 1)
     if args.start:
         tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
+    else:
+        tokenizer = learn_tokenizer((spoken(u.text) for u in known), n_pieces=SIZES.vocabulary_size - 1)
     device = torch.device(args.device)
     words = read_words(args.words) if args.words else NO_WORDS
     speech = Speech(*load(known, augmentation.tempos, device, words))
@@ -422,7 +427,7 @@ def main() -> None:
     if args.start:
         learner.parakeet.load(load_file(args.start / "model.safetensors"))
     n_parameters = sum(parameter.numel() for parameter in learner.parakeet.parameters())
-    hours = sum(u.duration_s for u in known) / 3600
+    hours = speech.duration_s / 3600
     print(f"{n_parameters} parameters, {len(known)} utterances, {hours:.2f} h; held out: {sorted(apart)}", flush=True)
     train(plan, learner, speech, held_out, tokenizer, augmentation, args.out, later)
 
