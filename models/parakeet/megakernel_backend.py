@@ -69,7 +69,7 @@ class SlotRuntime(Protocol):
 class SeatState(TransducerState):
     """A state as a seat has it, so that a whole batch of them goes back in one operation."""
 
-    packed: Tensor | None = None  # [L, 2, P] float32: outputs and cells
+    packed: Tensor = field(kw_only=True)  # [L, 2, P] float32: outputs and cells
 
 
 @dataclass(slots=True)
@@ -223,7 +223,7 @@ class MegakernelDecoder:
         for seat, job in enumerate(jobs):
             if not job.is_ahead:
                 stream = job.stream
-                stream.state = SeatState(hidden[seat], cells[seat], projected[seat], job.n_past, packed[seat])
+                stream.state = SeatState(hidden[seat], cells[seat], projected[seat], job.n_past, packed=packed[seat])
                 stream.n_done += job.n_frames
                 stream.begins = False
 
@@ -272,7 +272,7 @@ def share_out(lengths: Sequence[int], n_slots: int) -> list[list[int]]:
 
 
 def _packed(state: TransducerState) -> Tensor:
-    if isinstance(state, SeatState) and state.packed is not None:
+    if isinstance(state, SeatState):
         return state.packed
     return torch.stack((state.hidden, state.cell), dim=1).float()
 
