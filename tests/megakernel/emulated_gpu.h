@@ -219,14 +219,8 @@ inline void ld_shared_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w,
     const uint4 v = *(const uint4*)(emulated::block().own_memory + at);
     x = v.x, y = v.y, z = v.z, w = v.w;
 }
-inline void ld_relaxed_gpu_global_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w, const unsigned* p) {
-    emulated::pause(), x = p[0], y = p[1], z = p[2], w = p[3];
-}
-inline void st_release_gpu_global_u32(unsigned* p, unsigned v) { *p = v; }
-inline void fence_acq_rel_gpu() {}
 inline void mov_u32(unsigned& v) { v = emulated::now->thread; }
 inline void* __cvta_shared_to_generic(size_t at) { return emulated::block().own_memory + at; }
-inline bool __all_sync(unsigned all, bool x) { return __ballot_sync(all, !x) == 0; }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline float __shfl_sync(unsigned all, float x, int lane) { return __uint_as_float(__shfl_sync(all, __float_as_uint(x), lane)); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
