@@ -164,7 +164,8 @@ class Launcher:
     ) -> "Launcher":
         """Compile, pack and place ``program``. Says in the log what took how long.
 
-        ``stream`` is one of ``device.split_sms``, whose group the program was made for; without it all SMs are at hand.
+        ``stream`` is one of ``device.split_sms``, whose group the program was made for, and is destroyed by ``close``;
+        without it all SMs are at hand.
 
         Raises:
             WrongProgramError: if it was made for another GPU.

@@ -146,7 +146,7 @@ class Runtime:
         self._slots = OpenSlots(program.sizes.max_slots)
         self._queue: deque[_Command] = deque()
         self._opened_by: dict[int, int] = {}  # slot → number of the command
-        self._n_steps = 0  # since the exchange area was cleared, before this launch
+        self._n_since_cleared = 0  # steps since the exchange area was cleared, before this launch
         self._goes_on = False  # one phase a launch: the next launch continues the last one
         self._n_counted = 0  # steps of the launches that the next one continues
         self._n_faults_in_row = 0
@@ -329,13 +329,13 @@ class Runtime:
     def _start(self) -> None:
         epochs = self._program.epochs_per_step
         max_steps = self._max_steps()
-        if not self._goes_on and (self._n_steps + max_steps + 1) * epochs > _LARGEST_EPOCH:
+        if not self._goes_on and (self._n_since_cleared + max_steps + 1) * epochs > _LARGEST_EPOCH:
             self._launches.clear(state=False)
-            self._n_steps = 0
+            self._n_since_cleared = 0
         start = Start(
             mode=self.mode,
             goes_on=self._goes_on,
-            epoch=self._n_steps * epochs,
+            epoch=self._n_since_cleared * epochs,
             n_commands=self._mailbox.n_carried_out,
             n_records=self._mailbox.n_records,
             max_steps=max_steps,
@@ -401,7 +401,7 @@ class Runtime:
         if self._goes_on:
             self._n_counted = n_steps
         else:
-            self._n_steps += n_steps
+            self._n_since_cleared += n_steps
         behind = (self._mailbox.n_commands - int(control[Control.N_COMMANDS])) & _COMMAND_COUNT_MASK
         if behind == 1 and self._yield_number == self._mailbox.n_commands:
             behind = 0  # it left before it was asked to
@@ -427,7 +427,7 @@ class Runtime:
     def _forget(self) -> None:
         """Whatever the device was told, it was not."""
         self._launches.clear(state=True)
-        self._n_steps = 0
+        self._n_since_cleared = 0
         self._mailbox.n_carried_out = self._mailbox.n_commands
 
     def _replay(self) -> None:
