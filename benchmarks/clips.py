@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from vad.audio import SAMPLE_RATE_HZ
 
 FOLDER_VARIABLE = "SENSEWAY_CLIPS"  # where the tests on a GPU look for more than the two recordings of the cache
-AUDIO_SUFFIXES = tuple(f".{name}" for name in "aiff au flac g722 m4a mp3 mp4 ogg opus raw ulaw wav webm".split())
+_AUDIO_SUFFIXES = tuple(f".{name}" for name in "aiff au flac g722 m4a mp3 mp4 ogg opus raw ulaw wav webm".split())
 _BYTES_PER_SAMPLE = 2
 _FULL_SCALE = 1 << 15
 
@@ -82,12 +82,12 @@ def _floats(content: bytes) -> NDArray[np.float32]:
 
 
 def recordings_in(folder: Path) -> tuple[list[Clip], list[str]]:
-    """Every file below ``folder`` that soundfile reads, by name, and the names of those that it does not."""
+    """Every recording below ``folder``, by its file's suffix, and the names of those that soundfile does not read."""
     import soundfile
     import soxr
 
     clips, unread = [], []
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in AUDIO_SUFFIXES):
+    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in _AUDIO_SUFFIXES):
         name = path.relative_to(folder).as_posix()
         try:
             audio, rate_hz = soundfile.read(path, dtype="float32", always_2d=True)

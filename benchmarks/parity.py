@@ -40,6 +40,7 @@ from models.whisper.torch_backend import TorchBackend
 from models.whisper.vocabulary import rule_book
 from models.whisper.window import WINDOW_SAMPLES
 
+REPORT_WINDOWS = 50
 MIN_WINDOW_SAMPLES = 1_600
 
 
@@ -176,14 +177,13 @@ def compare_all(comparison: Comparison, clips: Sequence[Clip]) -> list[Compared]
     began_s = time.monotonic()
     for index, clip in enumerate(windows(clips)):
         one = comparison.compare(*clip)
-        compared += [one] if one is not None else []
-        if index % _REPORT_WINDOWS == 0 or (one is not None and one.difference is not None):
-            what = one.difference if one is not None else None
-            print(f"{time.monotonic() - began_s:.0f} s, window {index}: {what}", file=sys.stderr, flush=True)
+        difference = None
+        if one is not None:
+            compared.append(one)
+            difference = one.difference
+        if index % REPORT_WINDOWS == 0 or difference is not None:
+            print(f"{time.monotonic() - began_s:.0f} s, window {index}: {difference}", file=sys.stderr, flush=True)
     return compared
-
-
-_REPORT_WINDOWS = 50
 
 
 def summary(name: str, backend: str, compared: Sequence[Compared]) -> str:

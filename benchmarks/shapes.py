@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megakernel.compile import compile_program
 from megakernel.device import Device, find_device, target_for
+from megakernel.graph import Graph
 from megakernel.launcher import Launcher
 from megakernel.program import Program
 from megakernel.request import Request
@@ -119,8 +120,11 @@ class Decoders:
 
 def decoder_program(config: WhisperConfig, device: Device, *, n_sms: int | None = None) -> Program:
     """The decoder for ``device``, or for so many SMs of it."""
-    graph = decoder_graph(config, special_tokens(config), n_cross_positions=config.n_audio_positions)
-    return compile_program(graph, target_for(device, n_sms=n_sms))
+    return compile_program(_graph(config), target_for(device, n_sms=n_sms))
+
+
+def _graph(config: WhisperConfig) -> Graph:
+    return decoder_graph(config, special_tokens(config), n_cross_positions=config.n_audio_positions)
 
 
 def load(config: WhisperConfig = TURBO, *, n_sms: int | None = None, stream: Any = None) -> Decoders:
@@ -129,8 +133,7 @@ def load(config: WhisperConfig = TURBO, *, n_sms: int | None = None, stream: Any
     program = decoder_program(config, device, n_sms=n_sms)
     tensors = random_decoder(config)
     bitmaps = rule_bitmaps([endless_rules(config)])
-    graph = decoder_graph(config, special_tokens(config), n_cross_positions=config.n_audio_positions)
-    constants = graph_constants(graph, tensors)
+    constants = graph_constants(_graph(config), tensors)
     launcher = Launcher.load(program, constants, bitmaps, device=device, cache=cache_folder() / CUBINS, stream=stream)
     launcher.buffers.cross_cache.normal_(generator=torch.Generator(device="cuda").manual_seed(1))
     torch.cuda.synchronize()
