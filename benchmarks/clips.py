@@ -82,20 +82,19 @@ def _floats(content: bytes) -> NDArray[np.float32]:
 
 
 def recordings_in(folder: Path) -> tuple[list[Clip], list[str]]:
-    """Every recording below ``folder``, by its file's suffix, and the names of those that soundfile does not read."""
-    import soundfile
-    import soxr
+    """Every recording below ``folder``, by its file's suffix, as the gateway reads it, and the names of the others.
+
+    Not read are files that are no audio and those without a header, whose format nobody says here.
+    """
+    from gateway.audio_file import AudioFileError, read_audio
 
     clips, unread = [], []
     for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in _AUDIO_SUFFIXES):
         name = path.relative_to(folder).as_posix()
         try:
-            audio, rate_hz = soundfile.read(path, dtype="float32", always_2d=True)
-        except (soundfile.LibsndfileError, TypeError):  # the latter: a file without a header
+            clips.append(Clip(name, read_audio(path)[0]))
+        except AudioFileError:
             unread.append(name)
-            continue
-        mono = audio.mean(axis=1)
-        clips.append(Clip(name, mono if rate_hz == SAMPLE_RATE_HZ else soxr.resample(mono, rate_hz, SAMPLE_RATE_HZ)))
     return clips, unread
 
 

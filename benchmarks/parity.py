@@ -228,7 +228,7 @@ def main() -> None:
     print(heading("Tokens beside the float32 reference"))
     print(f"{len(clips)} clips, {sum(clip.duration_s for clip in clips) / 60:.0f} minutes.")
     if unread:
-        print(f"\nNot read by soundfile: {', '.join(unread)}.")
+        print(f"\nNot read as audio: {', '.join(unread)}.")
     print(f"\n{HEADER}", flush=True)
     listings = []
     for name in arguments.models:

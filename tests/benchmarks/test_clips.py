@@ -32,9 +32,14 @@ def test_a_folders_recordings_are_read_at_any_rate_and_the_others_named(tmp_path
     soundfile = pytest.importorskip("soundfile")
     (tmp_path / "below").mkdir()
     soundfile.write(tmp_path / "below" / "a.flac", np.zeros((800, 2), np.float32), 8_000)
+    soundfile.write(tmp_path / "below" / "nan.wav", np.full(1_600, np.nan, np.float32), 16_000, subtype="FLOAT")
     (tmp_path / "b.wav").write_bytes(b"no recording")
     (tmp_path / "c.raw").write_bytes(b"\0" * 64)
     (tmp_path / "words.txt").write_text("not looked at")
     clips, unread = recordings_in(tmp_path)
-    assert [(clip.name, clip.samples.shape) for clip in clips] == [("below/a.flac", (1600,))]
+    assert [(clip.name, clip.samples.shape) for clip in clips] == [
+        ("below/a.flac", (1600,)),
+        ("below/nan.wav", (1600,)),
+    ]
+    assert all(np.isfinite(clip.samples).all() for clip in clips)
     assert unread == ["b.wav", "c.raw"]
