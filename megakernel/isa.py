@@ -282,7 +282,7 @@ class Control(IntEnum):
 
 CONTROL_WORDS = 16
 STATE_WORDS = 1024  # room for them, of 4 bytes; cleared by the host at first
-DRAFT_SKIP = 3  # tokens of a draft that are searched for the one that was written instead
+DRAFT_REACH = 3  # tokens of a draft on either side that are searched for the one that was written instead
 
 
 class LeaveReason(IntEnum):

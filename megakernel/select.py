@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from . import commands as commands_of
 from . import isa, numbers
+from .draft import resumed
 from .ops import Sizes
 from .pick import HeadPartial, Mask, Row, float32, pick_of
 from .request import Request, decode_request
@@ -216,19 +217,13 @@ def _wrote(slot: Slot, token: int, sizes: Sizes) -> tuple[Slot, tuple[int, int] 
 
 
 def _follow_draft(slot: Slot, token: int) -> tuple[Slot, bool]:
-    """Where the draft goes on behind a pick, and whether it held.
-
-    If the pick comes soon in the draft, words were dropped and the rest follows it; else one token stands for one
-    other.
-    """
+    """Where the draft goes on behind a pick, and whether it held."""
     draft, cursor = slot.request.draft, slot.cursor
     if cursor >= len(draft):
         return slot, False
     if draft[cursor] == token:
         return replace(slot, cursor=cursor + 1, n_verified=slot.n_verified + 1), True
-    near = draft[cursor + 1 : cursor + 1 + isa.DRAFT_SKIP]
-    skipped = near.index(token) + 1 if token in near else 0
-    return replace(slot, cursor=cursor + 1 + skipped), False
+    return replace(slot, cursor=resumed(draft, cursor, token)), False
 
 
 def _done(index: int, slot: Slot, reason: isa.EndReason) -> Emitted:

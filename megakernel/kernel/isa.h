@@ -32,7 +32,7 @@
 #define RECORD_SLOTS 8192
 #define CONTROL_WORDS 16
 #define STATE_WORDS 1024
-#define DRAFT_SKIP 3
+#define DRAFT_REACH 3
 
 enum Op : unsigned {
     OP_LINEAR = 0,

@@ -124,15 +124,18 @@ __device__ __forceinline__ u32 request_token(const Machine m, u32 slot, u32 inde
     return load_gpu(m.at<u32>(PARAMETER_REQUESTS) + slot * REQUEST_WORDS + REQUEST_HEAD_WORDS + index);
 }
 
-// The draft went wrong at ``cursor``: go on behind the same token if it comes soon, else one token stands for another.
+// The draft went wrong at ``cursor``: go on behind the same token nearby, the nearest one, ahead rather than back; else
+// one token stands for another. All places are looked at together, since each look takes as long as a hop.
 __device__ __forceinline__ void resume_draft(const Machine m, Slot& slot, u32 slot_index, u32 token) {
-    slot.cursor++;
-    for (u32 i = slot.cursor; i < slot.cursor + DRAFT_SKIP && i < slot.n_draft; i++) {
-        if (request_token(m, slot_index, slot.n_head + slot.n_prefix + i) == token) {
-            slot.cursor = i + 1;
-            return;
-        }
+    const u32 first = slot.n_head + slot.n_prefix, at = slot.cursor;
+    u32 found = at;
+#pragma unroll
+    for (u32 distance = DRAFT_REACH; distance > 0; distance--) {  // so that the nearest is the last word
+        if (at >= distance && request_token(m, slot_index, first + at - distance) == token) found = at - distance;
+        if (at + distance < slot.n_draft && request_token(m, slot_index, first + at + distance) == token)
+            found = at + distance;
     }
+    slot.cursor = found + 1;
 }
 
 // What the step's picks do to one slot.

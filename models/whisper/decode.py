@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megakernel.draft import resumed
 from vad.audio import SAMPLE_RATE_HZ
 
 from .config import SpecialTokens
@@ -136,6 +137,7 @@ class Decoded:
     alignment_scores: Tensor  # [n_alignment_heads, n_rows, S]
     n_head_rows: int
     n_verified: int  # draft tokens that held
+    n_steps: int  # passes through the decoder
 
 
 def decode(model: Whisper, cache: DecoderCache, request: Request, rules: Rules, *, temperature: float = 0.0) -> Decoded:
@@ -150,7 +152,8 @@ def decode(model: Whisper, cache: DecoderCache, request: Request, rules: Rules, 
     generator = torch.Generator(device=rules.suppressed.device).manual_seed(round(1000 * temperature))
     max_tokens = request.room(model.config.n_text_positions)
     start = (*request.head, *request.prefix)
-    draft = list(request.draft[: max_tokens - 1]) if temperature == 0 else []
+    whole_draft = request.draft[: max_tokens - 1] if temperature == 0 else ()
+    draft, cursor = whole_draft, 0  # what is tried of it, from where
     tokens: list[int] = []
     logprobs: list[float] = []
     scores: list[Tensor] = []
@@ -161,7 +164,7 @@ def decode(model: Whisper, cache: DecoderCache, request: Request, rules: Rules, 
     scores.append(_scores(cache, slice(request.start_index, len(start) - 1)))
     hidden = hidden[len(start) - 1 :]
     first_row = len(start) - 1  # of this pass, the row that predicts the next token
-    n_verified, has_ended = 0, False
+    n_verified, n_steps, has_ended = 0, 1, False
     while True:
         logits = model.logits(hidden).to(rules.suppressed.device)
         picks = _pick(logits, [*request.prefix, *tokens], draft, rules, temperature, generator)
@@ -180,8 +183,12 @@ def decode(model: Whisper, cache: DecoderCache, request: Request, rules: Rules, 
         if has_ended or len(tokens) >= max_tokens:
             break
         cache.n_tokens = len(start) + len(tokens) - 1
-        draft = _resume(draft, n_taken, tokens[-1], max_tokens - len(tokens)) if draft else []
+        cursor += n_taken - 1
+        if cursor < len(whole_draft):
+            cursor = resumed(whole_draft, cursor, tokens[-1])
+        draft = whole_draft[cursor:][: max_tokens - 1 - len(tokens)]
         hidden = _advance(model, cache, [tokens[-1], *draft])
+        n_steps += 1
         first_row = 0
     return Decoded(
         tokens=tuple(tokens),
@@ -193,6 +200,7 @@ def decode(model: Whisper, cache: DecoderCache, request: Request, rules: Rules, 
         alignment_scores=torch.cat(scores, dim=1),
         n_head_rows=len(request.head) - 1 - request.start_index,
         n_verified=n_verified,
+        n_steps=n_steps,
     )
 
 
@@ -223,22 +231,6 @@ def _pick(
         else:
             token = int(torch.multinomial((masked / temperature).softmax(0), 1, generator=generator))
         yield token, float(masked[token] - masked.logsumexp(0))
-
-
-def _resume(draft: Sequence[int], n_taken: int, token: int, room: int) -> list[int]:
-    """What is left to try of a draft whose token ``n_taken - 1`` was replaced by ``token``.
-
-    If the model's token comes soon in the draft, words were dropped and the rest follows it; else one token stands for
-    one other.
-    """
-    rest = list(draft[n_taken:])
-    near = rest[:_DRAFT_SKIP_TOKENS]
-    if token in near:
-        rest = rest[near.index(token) + 1 :]
-    return rest[: max(room - 1, 0)]
-
-
-_DRAFT_SKIP_TOKENS = 3
 
 
 def max_sampled_tokens(n_samples: int) -> int:

@@ -260,6 +260,7 @@ def _decoded(writing: Writing, outcome: _Outcome, scores: Tensor) -> Decoded:
         alignment_scores=scores,
         n_head_rows=len(request.head) - 1 - request.start_index,
         n_verified=outcome.done.n_verified,
+        n_steps=outcome.done.step + 1,  # of the launch, at whose beginning it was opened
     )
 
 

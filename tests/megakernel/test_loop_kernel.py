@@ -11,7 +11,7 @@ import pytest
 from megakernel.compile import compile_program
 from megakernel.graph import Graph
 from megakernel.interpreter import device_memory
-from megakernel.mailbox import SlotRecord, TokenRecord
+from megakernel.mailbox import DoneRecord, SlotRecord, TokenRecord
 from megakernel.numbers import round_bf16
 from megakernel.request import Request
 from megakernel.runtime import Runtime
@@ -73,6 +73,18 @@ def test_a_rows_bits_depend_neither_on_a_draft_nor_on_neighbours(device: Device)
     together = device.run([PLAIN, *(replace(PLAIN, head=(slot, 2)) for slot in range(1, 8))])
     assert tokens_of(together[0]) == alone
     assert device.runtime.faults == []
+
+
+def test_a_draft_that_goes_wrong_goes_on_where_evaluate_has_it_go_on(device: Device) -> None:
+    rng = random.Random(7)
+    text = {token for token, _ in tokens_of(device.run([replace(PLAIN, prefix=(2, 6))])[0])}
+    for _ in range(12):
+        draft = tuple(rng.choice([*text, 1, 2]) for _ in range(rng.randint(1, 14)))
+        asked = replace(PLAIN, prefix=(2, 6), max_tokens=12, draft=draft)
+        expected, _ = device.decoder.evaluate([asked])
+        done, wanted = device.run([asked])[0][-1], expected[-1]
+        assert isinstance(done, DoneRecord) and isinstance(wanted, DoneRecord)
+        assert done.n_verified == wanted.n_verified
 
 
 def test_rules_markers_and_temperatures_are_those_of_evaluate(device: Device) -> None:

@@ -178,6 +178,11 @@ def test_a_word_too_many_or_another_one_costs_one_more_step() -> None:
         assert steps_with(draft, PLAIN) == 2
 
 
+def test_a_word_too_few_costs_two_more_steps() -> None:
+    tokens = tokens_of(written_by(PLAIN, counting))
+    assert steps_with([*tokens[:3], *tokens[4:]], PLAIN) == 3
+
+
 @settings(max_examples=60, deadline=None)
 @given(requests(), st.integers(0, 999))
 def test_markers_come_in_pairs_around_segments_that_are_told_at_once(request_: Request, seed: int) -> None:

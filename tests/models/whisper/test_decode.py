@@ -119,8 +119,11 @@ def test_any_draft_gives_what_greedy_decoding_gives(window, data, rules, prefix)
 def test_the_right_draft_is_verified_whole_and_a_replaced_token_costs_only_itself(window) -> None:
     greedy = run(window, UNTIMED)
     assert len(greedy.tokens) > 10
-    assert run(window, UNTIMED, draft=greedy.tokens).n_verified >= len(greedy.tokens) - 1
-    at = next(i for i, token in enumerate(greedy.tokens) if token not in greedy.tokens[i + 1 : i + 4])
+    right = run(window, UNTIMED, draft=greedy.tokens)
+    assert right.n_verified >= len(greedy.tokens) - 1
+    assert (right.n_steps, greedy.n_steps) == (1, len(greedy.tokens) + greedy.has_ended)
+    near = [greedy.tokens[max(i - 3, 0) : i] + greedy.tokens[i + 1 : i + 4] for i in range(len(greedy.tokens))]
+    at = next(i for i, token in enumerate(greedy.tokens) if token not in near[i])
     wrong = [*greedy.tokens[:at], (greedy.tokens[at] + 1) % 20, *greedy.tokens[at + 1 :]]
     assert run(window, UNTIMED, draft=wrong).n_verified >= len(greedy.tokens) - 3
 
@@ -160,7 +163,7 @@ def outcome(
     token_logprob: float = 0.0,
 ) -> Decoded:
     return Decoded(
-        (TEXT,), (token_logprob,), mean_logprob, no_speech, temperature, has_ended, torch.zeros(1, 2, 2), 0, 0
+        (TEXT,), (token_logprob,), mean_logprob, no_speech, temperature, has_ended, torch.zeros(1, 2, 2), 0, 0, 1
     )
 
 
