@@ -6,7 +6,7 @@ Run from the project's root, on a machine with an NVIDIA GPU:
 
 Whisper large-v3-turbo at true shapes with random weights, no text ends early. Front end, encoder and decoder are the
 backend's as the engine uses it: up to 8 windows together, 16 in two turns. A request's time runs from when all came
-until its 64 tokens and the scores of its alignment heads are in the host's memory.
+until its 64 tokens and where their alignment heads looked are in the host's memory.
 """
 
 import argparse

@@ -18,6 +18,7 @@ from vad.audio import SAMPLE_RATE_HZ
 
 from .config import SpecialTokens
 from .reference import DecoderCache, Whisper
+from .timing import attention_of
 
 MAX_INITIAL_TIMESTAMP_INDEX = 50  # 1.0 s: a window's first words do not begin later
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -110,6 +111,7 @@ class Request:
     prefix: tuple[int, ...]
     draft: tuple[int, ...]
     max_tokens: int  # sampled behind the prefix
+    n_frames: int | None = None  # encoder positions of the audio itself, which tokens can lie in; None: all there are
 
     def without_prompt(self) -> "Request":
         """The same without the text before it, which may be what misleads the model."""
@@ -124,8 +126,8 @@ class Request:
 class Decoded:
     """What the decoder wrote for one window, the prefix excluded.
 
-    ``alignment_scores`` are cross-attention scores before the softmax; row ``n_head_rows + i`` belongs to the position
-    that predicts token ``i`` behind the task tokens, prefix included, so that there is one row more than tokens.
+    Row ``i`` of ``attention`` is that of the alignment heads (``timing.py``) at the position that predicts token ``i``
+    behind the task tokens, prefix included; if the text has ended, there is one row more than tokens.
     """
 
     tokens: tuple[int, ...]  # without the end of text
@@ -134,8 +136,7 @@ class Decoded:
     no_speech_probability: float
     temperature: float
     has_ended: bool  # false: cut off at max_tokens
-    alignment_scores: Tensor  # [n_alignment_heads, n_rows, S]
-    n_head_rows: int
+    attention: Tensor  # [n_rows, n_frames] float32, on the host
     n_verified: int  # draft tokens that held
     n_steps: int  # passes through the decoder
 
@@ -161,7 +162,7 @@ def decode(model: Whisper, cache: DecoderCache, request: Request, rules: Rules, 
     cache.n_tokens = 0
     hidden = _advance(model, cache, [*start, *draft])
     no_speech = model.logits(hidden[request.start_index :][:1])[0].softmax(0)[special.no_speech].item()
-    scores.append(_scores(cache, slice(request.start_index, len(start) - 1)))
+    scores.append(_scores(cache, slice(len(request.head) - 1, len(start) - 1), request.n_frames))
     hidden = hidden[len(start) - 1 :]
     first_row = len(start) - 1  # of this pass, the row that predicts the next token
     n_verified, n_steps, has_ended = 0, 1, False
@@ -179,7 +180,7 @@ def decode(model: Whisper, cache: DecoderCache, request: Request, rules: Rules, 
             if n_taken > len(draft) or token != draft[n_taken - 1]:
                 break
             n_verified += 1
-        scores.append(_scores(cache, slice(first_row, first_row + n_taken)))
+        scores.append(_scores(cache, slice(first_row, first_row + n_taken), request.n_frames))
         if has_ended or len(tokens) >= max_tokens:
             break
         cache.n_tokens = len(start) + len(tokens) - 1
@@ -197,8 +198,7 @@ def decode(model: Whisper, cache: DecoderCache, request: Request, rules: Rules, 
         no_speech_probability=no_speech,
         temperature=temperature,
         has_ended=has_ended,
-        alignment_scores=torch.cat(scores, dim=1),
-        n_head_rows=len(request.head) - 1 - request.start_index,
+        attention=attention_of(torch.cat(scores, dim=1)).cpu(),
         n_verified=n_verified,
         n_steps=n_steps,
     )
@@ -210,9 +210,9 @@ def _advance(model: Whisper, cache: DecoderCache, tokens: Sequence[int]) -> Tens
     return hidden[0]
 
 
-def _scores(cache: DecoderCache, rows: slice) -> Tensor:
-    """[n_alignment_heads, n_rows, S] of the last pass."""
-    return torch.stack([scores[0, rows] for scores in cache.alignment_scores]).float().cpu()
+def _scores(cache: DecoderCache, rows: slice, n_frames: int | None) -> Tensor:
+    """[n_alignment_heads, n_rows, n_frames] float32 of the last pass."""
+    return torch.stack([scores[0, rows, :n_frames] for scores in cache.alignment_scores]).float()
 
 
 def _pick(

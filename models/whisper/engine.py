@@ -300,6 +300,7 @@ class WhisperEngine:
             prefix=tuple(prefix),
             draft=tuple(_draft(stream, chunk, prefix)),
             max_tokens=max_sampled_tokens(len(chunk.samples)),
+            n_frames=_own_frames(len(chunk.samples)),
         )
 
     def _prompt(self, stream: WhisperStream, before: str, n_tokens: int) -> list[int]:
@@ -342,7 +343,8 @@ class WhisperEngine:
         task = self._task(stream, language)
         prompt = self._prompt(stream, "", MAX_PROMPT_TOKENS)
         head = [self._special.start_of_previous, *prompt, *task] if prompt else task
-        return Request(tuple(head), len(head) - len(task), (), (), max_sampled_tokens(n_samples))
+        start_index, max_tokens = len(head) - len(task), max_sampled_tokens(n_samples)
+        return Request(tuple(head), start_index, (), (), max_tokens, _own_frames(n_samples))
 
     def _segment(
         self,
@@ -366,9 +368,7 @@ class WhisperEngine:
 
     def _times(self, decoded: Decoded, n_prefix: int, n_samples: int) -> NDArray[np.int64]:
         """Samples at which each token starts and ends, prefix first; [2, n_tokens]."""
-        n_frames = max(n_samples // POSITION_SAMPLES, 1)
-        n_tokens = n_prefix + len(decoded.tokens)
-        spans = token_spans(decoded.alignment_scores.numpy(), decoded.n_head_rows, n_frames, n_tokens)
+        spans = token_spans(decoded.attention.numpy(), n_prefix + len(decoded.tokens))
         lags_samples = [[samples_from_ms(lag_ms)] for lag_ms in self._config.attention_lags_ms]
         times: NDArray[np.int64] = np.clip(np.stack(spans) * POSITION_SAMPLES - lags_samples, 0, n_samples)
         return times
@@ -409,6 +409,11 @@ def _own(stream: EngineStream) -> WhisperStream:
     if not isinstance(stream, WhisperStream):
         raise TypeError(f"a stream of another engine: {type(stream).__name__}")
     return stream
+
+
+def _own_frames(n_samples: int) -> int:
+    """Encoder positions that a window's samples fill; behind them is silence, in which nothing was said."""
+    return max(n_samples // POSITION_SAMPLES, 1)
 
 
 def _draft(stream: WhisperStream, chunk: Chunk, prefix: Sequence[int]) -> list[int]:

@@ -37,6 +37,7 @@ from .vocabulary import rule_book
 
 log = logging.getLogger(__name__)
 
+SPIN_S = 2e-3  # a step takes less; a sleep takes twice what was asked for, which is as long as a step
 CUBINS = "cubins"  # folder of compiled kernels in the cache
 
 
@@ -141,7 +142,9 @@ def on_device(
     with timeline.part("kernel and tape"):  # the launcher's own line in the log tells them apart
         constants = graph_constants(graph, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
         launcher = Launcher.load(program, constants, bits, device=device, cache=cache)
-        runtime = Runtime(program, launcher, n_rules=len(bits), mode=mode, idle_ns=0)  # all of a call is opened at once
+        # All of a call is opened at once, so the kernel may leave at once. A look at each step's records as they come
+        # leaves few of them for the end, when nothing is computed meanwhile.
+        runtime = Runtime(program, launcher, n_rules=len(bits), mode=mode, idle_ns=0, spin_s=SPIN_S)
     with timeline.part("self-test"):
         ensure_right(runtime, launcher, constants, bits, cache=cache)
     with timeline.part("silence"):

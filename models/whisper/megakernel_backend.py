@@ -27,6 +27,7 @@ from .config import SpecialTokens, WhisperConfig
 from .decode import Decoded, Request, RuleBook, Rules
 from .graph import rule_bitmaps, slot_request
 from .stage import Listener, n_attended, on
+from .timing import attention_of
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class MegakernelBackend:
         """``runtime`` has the ``bitmaps`` of ``rules``; ``listener`` writes to its cache.
 
         ``scores`` are the alignment heads', float32 [n_slots, head, n_positions, n_cross_positions], on the device, and
-        are copied on ``stream`` (``None`` on the CPU).
+        are worked on in ``stream`` (``None`` on the CPU).
         """
         self._runtime = runtime
         self._scores = scores
@@ -164,10 +165,10 @@ class MegakernelBackend:
             for audio, writing in zip(own, writings, strict=True)
         }
         outcomes = self._decode(asked)
-        scores = self._scores_of(own, writings, outcomes)
+        attentions = self._attentions(own, writings, outcomes)
         return [
-            _decoded(writing, outcomes[audio.slot], one)
-            for audio, writing, one in zip(own, writings, scores, strict=True)
+            _decoded(writing, outcomes[audio.slot], attention)
+            for audio, writing, attention in zip(own, writings, attentions, strict=True)
         ]
 
     def forget(self, audios: Sequence[Audio]) -> None:
@@ -220,17 +221,24 @@ class MegakernelBackend:
                     outcomes[record.slot].take(record)
         self._runtime.leave()
 
-    def _scores_of(
+    def _attentions(
         self, audios: Sequence[SlotAudio], writings: Sequence[Writing], outcomes: Mapping[int, _Outcome]
     ) -> list[Tensor]:
-        """Of each window [n_heads, n_rows, S], on the host: from "start of transcript" to the last row that decided."""
+        """Of each window [n_rows, n_frames], on the host: from the row behind the task to the last that decided.
+
+        Worked out on the device, which leaves one number to be copied where there were as many as alignment heads.
+        """
         copies = []
-        with device_errors(), on(self._stream):
+        with device_errors(), torch.inference_mode(), on(self._stream):
             for audio, writing in zip(audios, writings, strict=True):
                 request = writing.request
-                n_rows = len(request.head) + len(request.prefix) - 1 + len(outcomes[audio.slot].tokens)
-                rows = slice(request.start_index, n_rows)
-                copies.append(self._scores[audio.slot, :, rows, : audio.n_positions].cpu())
+                first = len(request.head) - 1
+                rows = slice(first, first + len(request.prefix) + len(outcomes[audio.slot].tokens))
+                n_frames = audio.n_positions if request.n_frames is None else request.n_frames
+                attention = attention_of(self._scores[audio.slot, :, rows, :n_frames])
+                copies.append(attention.to("cpu", non_blocking=True))  # into pinned memory
+            if self._stream is not None:
+                self._stream.synchronize()
         return copies
 
 
@@ -245,9 +253,8 @@ def _runtime_errors() -> Iterator[None]:
         raise BackendError(f"{type(error).__name__}: {error}") from error
 
 
-def _decoded(writing: Writing, outcome: _Outcome, scores: Tensor) -> Decoded:
+def _decoded(writing: Writing, outcome: _Outcome, attention: Tensor) -> Decoded:
     assert outcome.done is not None, "decoded to the end"
-    request = writing.request
     has_ended = outcome.done.reason is EndReason.END_TOKEN
     tokens = outcome.tokens[:-1] if has_ended else outcome.tokens
     return Decoded(
@@ -257,8 +264,7 @@ def _decoded(writing: Writing, outcome: _Outcome, scores: Tensor) -> Decoded:
         no_speech_probability=outcome.done.watched,
         temperature=writing.temperature,
         has_ended=has_ended,
-        alignment_scores=scores,
-        n_head_rows=len(request.head) - 1 - request.start_index,
+        attention=attention,
         n_verified=outcome.done.n_verified,
         n_steps=outcome.done.step + 1,  # of the launch, at whose beginning it was opened
     )

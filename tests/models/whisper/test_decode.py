@@ -90,10 +90,16 @@ def window() -> tuple[Whisper, torch.Tensor]:
 
 @torch.inference_mode()
 def run(
-    window, rules: Rules, *, draft: Sequence[int] = (), prefix: Sequence[int] = (), temperature: float = 0.0
+    window,
+    rules: Rules,
+    *,
+    draft: Sequence[int] = (),
+    prefix: Sequence[int] = (),
+    temperature: float = 0.0,
+    n_frames: int | None = None,
 ) -> Decoded:
     model, audio = window
-    request = Request((27, 8, 9, 21, 22, 25), 3, tuple(prefix), tuple(draft), max_tokens=20)
+    request = Request((27, 8, 9, 21, 22, 25), 3, tuple(prefix), tuple(draft), max_tokens=20, n_frames=n_frames)
     return decode(model, model.decoder.open_cache(audio), request, rules, temperature=temperature)
 
 
@@ -103,7 +109,7 @@ def assert_same(one: Decoded, other: Decoded) -> None:
     assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
     assert one.mean_logprob == pytest.approx(other.mean_logprob, abs=1e-4)
     assert one.no_speech_probability == pytest.approx(other.no_speech_probability, abs=1e-5)
-    torch.testing.assert_close(one.alignment_scores, other.alignment_scores, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(one.attention, other.attention, atol=1e-4, rtol=1e-4)
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,11 +134,15 @@ def test_the_right_draft_is_verified_whole_and_a_replaced_token_costs_only_itsel
     assert run(window, UNTIMED, draft=wrong).n_verified >= len(greedy.tokens) - 3
 
 
-def test_alignment_scores_have_a_row_for_each_token_and_one_for_what_follows(window) -> None:
+def test_attention_has_a_row_for_each_token_and_one_for_what_follows(window) -> None:
     decoded = run(window, UNTIMED, prefix=[TEXT, LATER])
-    assert decoded.n_head_rows == 2
-    n_rows = decoded.n_head_rows + 2 + len(decoded.tokens) + decoded.has_ended
-    assert decoded.alignment_scores.shape == (2, n_rows, 20)
+    assert decoded.attention.shape == (2 + len(decoded.tokens) + decoded.has_ended, 20)
+
+
+def test_attention_is_kept_of_the_audios_own_frames(window) -> None:
+    decoded, whole = run(window, UNTIMED, n_frames=7), run(window, UNTIMED)
+    assert decoded.tokens == whole.tokens
+    assert decoded.attention.shape == (len(whole.attention), 7)
 
 
 def test_sampling_gives_the_same_tokens_each_time_and_others_than_greedy(window) -> None:
@@ -162,9 +172,7 @@ def outcome(
     temperature: float = 0.0,
     token_logprob: float = 0.0,
 ) -> Decoded:
-    return Decoded(
-        (TEXT,), (token_logprob,), mean_logprob, no_speech, temperature, has_ended, torch.zeros(1, 2, 2), 0, 0, 1
-    )
+    return Decoded((TEXT,), (token_logprob,), mean_logprob, no_speech, temperature, has_ended, torch.zeros(2, 2), 0, 1)
 
 
 @pytest.mark.parametrize(

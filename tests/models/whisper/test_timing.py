@@ -1,6 +1,7 @@
 """The time warp against the plain recurrence, the filter against numpy's median, and times from made-up attention."""
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -50,36 +51,34 @@ def test_the_warp_finds_a_path_as_cheap_as_the_textbooks(cost: NDArray[np.float3
 def test_the_filter_is_numpys_median_of_mirrored_neighbours(values: NDArray[np.float32]) -> None:
     padded = np.pad(values, [(0, 0), (1, 1)], mode="reflect")
     expected = [[np.median(row[i : i + 3]) for i in range(values.shape[1])] for row in padded]
-    np.testing.assert_array_equal(timing.median_of_three(values), np.array(expected, np.float32))
+    found = timing.median_of_three(torch.from_numpy(values))
+    np.testing.assert_array_equal(found.numpy(), np.array(expected, np.float32))
 
 
 def test_a_row_of_one_value_stays_as_it_is() -> None:
-    np.testing.assert_array_equal(timing.median_of_three(np.ones((2, 1), np.float32)), np.ones((2, 1), np.float32))
+    assert torch.equal(timing.median_of_three(torch.ones(2, 1)), torch.ones(2, 1))
 
 
-def attention(spans: list[tuple[int, int]], *, n_columns: int) -> NDArray[np.float32]:
-    """Scores of three heads, two head rows first, that look at ``spans``."""
-    scores = np.random.default_rng(0).normal(size=(3, 2 + len(spans), n_columns)).astype(np.float32)
+def attention(spans: list[tuple[int, int]], *, n_frames: int) -> NDArray[np.float32]:
+    """Of three heads that look at ``spans``."""
+    scores = np.random.default_rng(0).normal(size=(3, len(spans), n_frames)).astype(np.float32)
     for row, (start, end) in enumerate(spans):
-        scores[:, 2 + row, start:end] += 8
-    return scores
+        scores[:, row, start:end] += 8
+    return timing.attention_of(torch.from_numpy(scores)).numpy()
 
 
 def test_tokens_lie_where_their_heads_look() -> None:
-    scores = attention([(0, 7), (7, 20), (20, 33), (33, 40)], n_columns=60)
-    scores[:, :, 40:] += 100  # the silence behind the window is not looked at
-    starts, ends = timing.token_spans(scores, n_head_rows=2, n_frames=40, n_tokens=3)
+    looked = attention([(0, 7), (7, 20), (20, 33), (33, 40)], n_frames=40)
+    starts, ends = timing.token_spans(looked, n_tokens=3)
     assert np.abs(starts - [0, 7, 20]).max() <= 1
     assert np.abs(ends - [7, 20, 33]).max() <= 1
 
 
 def test_a_pause_before_a_token_is_not_part_of_it() -> None:
-    scores = attention([(12, 18), (30, 36), (36, 40)], n_columns=40)
-    starts, _ = timing.token_spans(scores, n_head_rows=2, n_frames=40, n_tokens=2)
+    starts, _ = timing.token_spans(attention([(12, 18), (30, 36), (36, 40)], n_frames=40), n_tokens=2)
     assert np.abs(starts - [12, 30]).max() <= 2
 
 
 def test_without_a_row_behind_it_the_last_token_ends_with_the_window() -> None:
-    scores = attention([(0, 10), (10, 20)], n_columns=40)
-    _, ends = timing.token_spans(scores, n_head_rows=2, n_frames=40, n_tokens=2)
+    _, ends = timing.token_spans(attention([(0, 10), (10, 20)], n_frames=40), n_tokens=2)
     assert ends[-1] == 40
