@@ -107,15 +107,17 @@ def write_clip(clip: Clip, folder: Path) -> None:
         file.writeframes(np.clip(clip.samples * _FULL_SCALE, -_FULL_SCALE, _FULL_SCALE - 1).astype("<i2").tobytes())
 
 
-def from_manifest(manifest: Path, limit_bytes: int) -> Iterator[Clip]:
-    """Recordings of every kind and language in turn, as many as fit ``limit_bytes``."""
+def from_manifest(
+    manifest: Path, limit_bytes: int, *, languages: list[str] | None = None, min_s: float = 0.0
+) -> Iterator[Clip]:
+    """Recordings of every kind and language in turn, as many as fit ``limit_bytes``; all ``languages`` without any."""
     from benchmarks.recordings import Recording, read_manifest
 
     by_kind: dict[tuple[str, str], list[Recording]] = {}
-    for recording in read_manifest(manifest, languages=None):
+    for recording in read_manifest(manifest, languages=languages):
         by_kind.setdefault((recording.kind, recording.language), []).append(recording)
     in_turn = [one for ones in zip_longest(*by_kind.values()) for one in ones if one is not None]
-    for recording in in_turn:
+    for recording in (one for one in in_turn if one.duration_s >= min_s):
         samples = recording.samples()
         limit_bytes -= len(samples) * _BYTES_PER_SAMPLE
         if limit_bytes < 0:
@@ -131,10 +133,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--manifest", type=Path, default=DEFAULT_MANIFEST)
     parser.add_argument("--limit-mb", type=float, default=30)
+    parser.add_argument("--languages", nargs="+", help="all without")
+    parser.add_argument("--min-s", type=float, default=0.0, help="leave out shorter ones")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for clip in from_manifest(arguments.manifest, int(arguments.limit_mb * 1e6)):
+    chosen = from_manifest(
+        arguments.manifest, int(arguments.limit_mb * 1e6), languages=arguments.languages, min_s=arguments.min_s
+    )
+    for clip in chosen:
         write_clip(clip, arguments.folder)
         written.append(clip.duration_s)
     print(f"{len(written)} clips, {sum(written) / 60:.0f} minutes in {arguments.folder}")
