@@ -13,9 +13,9 @@ def resumed(draft: Sequence[int], cursor: int, token: int) -> int:
     """Index of the token of ``draft`` to be tried behind ``token``, which stands where it has another at ``cursor``.
 
     Behind the same token nearby, the nearest one, ahead rather than back: words were dropped or, if an earlier guess
-    went too far, added. Without one, one token stands for another. Of growing windows' tokens, real speech, tiny.en and
-    base, one in five to six had no draft that held with a search of three tokens ahead alone, one in seven to eight
-    with this one; further, or for two tokens in a row, no more were found (benchmarks/results/partials_cost.md).
+    went too far, added. Without one, one token stands for another. Simulated on 804 growing windows of English speech
+    (Whisper tiny.en and base on a CPU): 86 and 87 % of the tokens came from the draft, where looking three ahead alone
+    gave 80 and 81; looking further, or for two tokens in a row, gave no more.
     """
     for distance in range(1, DRAFT_REACH + 1):
         for place in (cursor + distance, cursor - distance):
