@@ -266,7 +266,7 @@ def _decoded(writing: Writing, outcome: _Outcome, attention: Tensor) -> Decoded:
         has_ended=has_ended,
         attention=attention,
         n_verified=outcome.done.n_verified,
-        n_steps=outcome.done.step + 1,  # of the launch, at whose beginning it was opened
+        n_steps=outcome.done.step,  # of the launch, whose step 0 opens its slots
     )
 
 
