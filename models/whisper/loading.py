@@ -32,6 +32,7 @@ from .graph import decoder_graph, graph_constants
 from .megakernel_backend import MegakernelBackend, bitmaps
 from .reference import Whisper
 from .stage import Listener, Stage, buckets
+from .timing import attention_of
 from .torch_backend import TorchBackend, silent_tail
 from .vocabulary import rule_book
 
@@ -154,6 +155,7 @@ def on_device(
         torch.cuda.synchronize()  # what was made on torch's own stream is used on another
         listener = Listener(stage, stream)
         listener.prepare([(1, n_encoded) for n_encoded in buckets(config.n_audio_positions)])
+        attention_of(launcher.buffers.scores[0, :, :2, :500])  # loads its kernels
     return MegakernelBackend(runtime, launcher.buffers.scores, listener, config, rules, stream=stream)
 
 
