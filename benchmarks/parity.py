@@ -6,10 +6,11 @@ Run from the project's root:
 
 Greedy decoding of every clip's windows of up to 30 s, no fallback. The reference checks the backend's text as a draft,
 which can't change what it writes and spares it most passes; the backend has no draft. A difference is one of rounding
-if the reference's two tokens lie closer together than torch's own bfloat16 moves them, or than one step of bfloat16 at
-their size. Behind its first difference a text goes its own way, so it is compared up to there. Clips are all files
-below the folder that ``--recordings`` names, else those of SENSEWAY_CLIPS (benchmarks/clips.py), else the two
-recordings of the models' cache.
+if the reference's two tokens lie closer together than torch's own bfloat16 moves them against each other somewhere up
+to there in this window, or than one step of bfloat16 at their size. The table's second line of a model is torch's own
+bfloat16, measured the same way. Behind its first difference a text goes its own way, so it is compared up to there.
+Clips are all files below the folder that ``--recordings`` names, else those of SENSEWAY_CLIPS (benchmarks/clips.py),
+else the two recordings of the models' cache.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from models.store import find_model
 from models.timeline import Timeline
 from models.tokenizer import WhisperTokenizer
 from models.whisper.backend import Audio, Backend, Writing
-from models.whisper.decode import Request, RuleBook, mask_logits, max_sampled_tokens
+from models.whisper.decode import Request, RuleBook, max_sampled_tokens
 from models.whisper.loading import offers, read_model
 from models.whisper.reference import DecoderCache, Whisper
 from models.whisper.torch_backend import TorchBackend
@@ -156,19 +157,20 @@ class Comparison:
         written = wanted[:index]
         tokens = [wanted[index], found[index]]
         exact, rounded = (
-            self._logits(model, audio, (*head, *written), written)[tokens]
+            self._logits(model, audio, (*head, *written))[:, tokens]
             for model, audio in ((self._references.exact, exact_audio), (self._references.rounded, rounded_audio))
         )
-        moved = float((rounded - exact).abs().max())
-        step = 2.0 ** (math.floor(math.log2(float(exact.abs().max()))) - 7)  # bfloat16 has 8 bits
-        gap = float(exact[0] - exact[1])
-        return Difference(name, index, wanted[index], found[index], gap, max(2 * moved, step))
+        moved = float(((rounded - exact)[:, 0] - (rounded - exact)[:, 1]).abs().max())
+        step = 2.0 ** (math.floor(math.log2(float(exact[-1].abs().max()))) - 7)  # bfloat16 has 8 bits
+        gap = float(exact[-1, 0] - exact[-1, 1])
+        return Difference(name, index, wanted[index], found[index], gap, max(moved, step))
 
-    def _logits(self, model: Whisper, audio: Audio, fed: tuple[int, ...], written: tuple[int, ...]) -> Tensor:
+    def _logits(self, model: Whisper, audio: Audio, fed: tuple[int, ...]) -> Tensor:
+        """[fed, tokens] before any rule: both tokens were picked, so none forbids them."""
         assert isinstance(audio, DecoderCache), "a torch backend's"
         audio.n_tokens = 0
         hidden = model.decoder(torch.tensor([fed], device=audio.cross_keys[0].device), audio)
-        return mask_logits(model.logits(hidden)[0, -1].cpu(), written, self._references.rules.plain)
+        return model.logits(hidden)[0].float().cpu()
 
 
 def compare_all(comparison: Comparison, clips: Sequence[Clip]) -> list[Compared]:
@@ -239,12 +241,14 @@ def main() -> None:
         every = offers(lambda files=files: read_model(files), rules, Timeline())  # type: ignore[misc]
         wanted = [offer for offer in every if offer.name == TORCH_CPU or not arguments.cpu]
         backends = Backends(wanted, model=name)
-        comparison = Comparison(References.of(model, rules, device), backends.current)
-        compared = compare_all(comparison, clips)
+        references = References.of(model, rules, device)
+        compared = compare_all(Comparison(references, backends.current), clips)
         print(summary(name, backends.name, compared), flush=True)
         differences = [one.difference for one in compared if one.difference is not None]
         listings.append(f"\n## {name}\n\n{listing(differences, tokenizer)}")
         backends.current.close()
+        rival = compare_all(Comparison(references, TorchBackend(references.rounded, rules)), clips)
+        print(summary(name, "torch, bfloat16", rival), flush=True)
     print("\n".join(listings))
 
 
