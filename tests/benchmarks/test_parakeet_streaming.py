@@ -21,6 +21,7 @@ from benchmarks.parakeet_streaming import (
     offline_words,
     row,
     silence,
+    starts_of_equals,
 )
 from models.scripted_transducer import ScriptedToken, ScriptedTransducer
 from vad.audio import SAMPLE_RATE_HZ
@@ -60,6 +61,16 @@ def test_errors_are_counted_where_they_are_and_a_word_put_in_where_it_stands() -
     assert errors_of_each(references, "one too three four six") == [1, 0, 1]
     assert errors_of_each(references, "oh one two three four five six seven") == [1, 0, 1]
     assert errors_of_each(references, "") == [2, 1, 3]
+
+
+def test_starts_are_compared_of_the_same_words_and_of_several_the_nearest() -> None:
+    first = [("the", 1.0), ("cat", 1.5), ("sat", 2.0), ("on", 2.5)]
+    assert starts_of_equals(first, first) == [(start_s, start_s) for _, start_s in first]
+    assert starts_of_equals(first, [("cat", 1.6), ("sad", 2.0), ("on", 2.4)]) == [(1.5, 1.6), (2.5, 2.4)]
+    heard = [("a", 1.0), ("the", 3.1)]
+    assert starts_of_equals([("the", 1.0), ("the", 3.0)], heard) == [(3.0, 3.1)]
+    assert starts_of_equals([("the", 1.0), ("the", 3.0)], heard[1:]) == [(3.0, 3.1)], "not the first of the two"
+    assert starts_of_equals(first, []) == starts_of_equals([], first) == []
 
 
 def test_an_interval_holds_the_difference_and_is_the_narrower_the_fewer_recordings_differ() -> None:
