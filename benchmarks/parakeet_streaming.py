@@ -55,10 +55,15 @@ Samples = NDArray[np.float32]  # [n_samples] at 16 kHz
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpokenStream:
-    """Sound and what is said in it."""
+    """Sound and what is said in each of the recordings that it is made of."""
 
     samples: Samples
-    text: str
+    texts: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """All that is said."""
+        return " ".join(self.texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,8 @@ class Figures:
 
     references: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    n_words: list[int] = field(default_factory=list)  # of each recording
+    n_errors: list[int] = field(default_factory=list)  # of each recording
     word_times_s: list[list[tuple[str, float]]] = field(default_factory=list)  # of each stream: words and starts
     settle_s: list[float] = field(default_factory=list)  # from a word's end to the message that settles it
     final_s: list[float] = field(default_factory=list)  # from the end of the voice to the final
@@ -102,22 +109,24 @@ class Figures:
         compared = jiwer.process_words(other.texts, self.texts)
         return compared.substitutions, compared.deletions, compared.insertions
 
+    def interval_against(self, other: "Figures", *, n_draws: int = 4_000, seed: int = 0) -> tuple[float, float]:
+        """Between which differences of the error rates, this one's less ``other``'s, 95 % of drawn samples lie.
+
+        Recordings are drawn with replacement, each with what both made of it (a paired bootstrap, percentiles).
+        """
+        n_words, more = np.array(self.n_words), np.array(self.n_errors) - np.array(other.n_errors)
+        rng = np.random.default_rng(seed)
+        drawn = rng.multinomial(len(more), np.full(len(more), 1 / len(more)), size=n_draws)
+        low, high = np.percentile(drawn @ more / (drawn @ n_words), (2.5, 97.5))
+        return float(low), float(high)
+
     def start_differences_s(self, other: "Figures") -> list[float]:
         """How far the starts of words that both wrote lie apart."""
-        differences: list[float] = []
-        for ours, theirs in zip(self.word_times_s, other.word_times_s, strict=True):
-            if not ours or not theirs:
-                continue
-            aligned = jiwer.process_words(" ".join(word for word, _ in theirs), " ".join(word for word, _ in ours))
-            for piece in aligned.alignments[0]:
-                if piece.type == "equal":
-                    pairs = zip(
-                        range(piece.ref_start_idx, piece.ref_end_idx),
-                        range(piece.hyp_start_idx, piece.hyp_end_idx),
-                        strict=True,
-                    )
-                    differences += [abs(theirs[i][1] - ours[j][1]) for i, j in pairs]
-        return differences
+        return [
+            abs(ours_s - theirs_s)
+            for ours, theirs in zip(self.word_times_s, other.word_times_s, strict=True)
+            for ours_s, theirs_s in starts_of_equals(ours, theirs)
+        ]
 
 
 class TimedEngine:
@@ -170,7 +179,7 @@ def held_out_streams(path: Path, minutes: float, *, seed: int = 0) -> list[Spoke
                 pieces += [decode(utterance.path), silence(rng.uniform(MIN_PAUSE_S, MAX_PAUSE_S))]
                 texts.append(spoken(utterance.text))
             if texts:
-                streams.append(SpokenStream(np.concatenate([*pieces, silence(0.5)]), " ".join(texts)))
+                streams.append(SpokenStream(np.concatenate([*pieces, silence(0.5)]), tuple(texts)))
     return streams
 
 
@@ -227,6 +236,8 @@ def measure(
         finals = [item.message for item in seen if isinstance(item.message, m.Final)]
         figures.references.append(stream.text)
         figures.texts.append(spoken(" ".join(final.text for final in finals)))
+        figures.n_words += [len(text.split()) for text in stream.texts]
+        figures.n_errors += errors_of_each(stream.texts, figures.texts[-1])
         words = [(spoken(word.text), word.start_s or 0.0) for final in finals for word in final.words]
         figures.word_times_s.append([(word, start_s) for word, start_s in words if word and " " not in word])
         figures.settle_s += settle_delays(seen)
@@ -234,6 +245,60 @@ def measure(
         figures.cpu_s += cpu_s
         figures.audio_s += len(stream.samples) / SAMPLE_RATE_HZ
     return figures
+
+
+def starts_of_equals(
+    first: Sequence[tuple[str, float]], second: Sequence[tuple[str, float]]
+) -> list[tuple[float, float]]:
+    """Both starts of each word that is in both texts, when as few words as possible are put in, left out or changed.
+
+    Of such alignments the one whose starts lie nearest: else a "the" would be compared with another one near by.
+    """
+    # The least (edits, seconds apart) behind each pair of places, and where the way to it came from.
+    costs = [[(j, 0.0) for j in range(len(second) + 1)]]
+    for i, (word, start_s) in enumerate(first):
+        row = [(i + 1, 0.0)]
+        for j, (other, other_s) in enumerate(second):
+            n_edits, apart_s = costs[i][j]
+            is_same = word == other
+            row.append(
+                min(
+                    (n_edits + (not is_same), apart_s + is_same * abs(start_s - other_s)),
+                    _edited(costs[i][j + 1]),
+                    _edited(row[j]),
+                )
+            )
+        costs.append(row)
+    starts: list[tuple[float, float]] = []
+    i, j = len(first), len(second)
+    while i and j:
+        if costs[i][j] == _edited(costs[i - 1][j]):
+            i -= 1
+        elif costs[i][j] == _edited(costs[i][j - 1]):
+            j -= 1
+        else:
+            i, j = i - 1, j - 1
+            if first[i][0] == second[j][0]:
+                starts.append((first[i][1], second[j][1]))
+    return starts[::-1]
+
+
+def _edited(cost: tuple[int, float]) -> tuple[int, float]:
+    return cost[0] + 1, cost[1]
+
+
+def errors_of_each(references: Sequence[str], text: str) -> list[int]:
+    """How many errors of ``text``, heard of all ``references``, are in which; one put in counts for what follows."""
+    ends = np.cumsum([len(reference.split()) for reference in references])
+    n_errors = [0] * len(references)
+    for piece in jiwer.process_words(" ".join(references), text).alignments[0]:
+        if piece.type == "insert":
+            places = [piece.ref_start_idx] * (piece.hyp_end_idx - piece.hyp_start_idx)
+        else:
+            places = [] if piece.type == "equal" else list(range(piece.ref_start_idx, piece.ref_end_idx))
+        for place in places:
+            n_errors[min(int(np.searchsorted(ends, place, side="right")), len(references) - 1)] += 1
+    return n_errors
 
 
 def settle_delays(seen: Sequence[Seen]) -> list[float]:
@@ -264,9 +329,9 @@ def final_delays(seen: Sequence[Seen]) -> list[float]:
 
 
 HEADER = (
-    "| left ms | chunk ms | right ms | word errors % | against one piece, points | put in / left out / other words "
-    "| starts within a frame, % | settled after, median / p95 s | final after the voice, median / p95 s | CPU s/s |\n"
-    "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    "| left ms | chunk ms | right ms | word errors % | against one piece, points (95 %) "
+    "| put in / left out / other words | starts within a frame, % | settled after, median / p95 s "
+    "| final after the voice, median / p95 s | CPU s/s |\n|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
 )
 
 
@@ -274,9 +339,11 @@ def row(setting: Setting, figures: Figures, whole: Figures) -> str:
     """One line of a table."""
     substituted, deleted, inserted = figures.differs_from(whole)
     differences = figures.start_differences_s(whole)
+    low, high = figures.interval_against(whole)
     lengths = " | ".join(f"{ms:,}" for ms in (setting.left_ms, setting.chunk_ms, setting.right_ms))
     return (
         f"| {lengths} | {100 * figures.error_rate:.2f} | {100 * (figures.error_rate - whole.error_rate):+.2f} "
+        f"({100 * low:+.2f} to {100 * high:+.2f}) "
         f"| {inserted} / {deleted} / {substituted} | {within_a_frame(differences)} "
         f"| {percentile(figures.settle_s, 50):.2f} / {percentile(figures.settle_s, 95):.2f} "
         f"| {percentile(figures.final_s, 50):.2f} / {percentile(figures.final_s, 95):.2f} "

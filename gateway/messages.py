@@ -170,11 +170,15 @@ class EngineItem(Struct, frozen=True):
 
 
 class ChunkingItem(Struct, frozen=True):
-    """How a model that decodes in chunks takes the audio; words are settled ``latency_ms`` behind it at most."""
+    """How a model that decodes in chunks takes the audio; words are settled ``latency_ms`` behind it at most.
+
+    Of an utterance nothing is settled before ``first_ms`` of it were heard, or it is over.
+    """
 
     chunk_ms: int
     right_context_ms: int
     latency_ms: int
+    first_ms: int
     second_pass: bool
 
 

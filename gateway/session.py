@@ -992,6 +992,7 @@ def _chunking_item(chunking: Chunking | None) -> ChunkingItem | None:
         chunk_ms=chunking.chunk_samples // SAMPLES_PER_MS,
         right_context_ms=chunking.right_samples // SAMPLES_PER_MS,
         latency_ms=chunking.latency_samples // SAMPLES_PER_MS,
+        first_ms=chunking.first_samples // SAMPLES_PER_MS,
         second_pass=chunking.second_pass,
     )
 

@@ -55,7 +55,7 @@ class TransducerContext:
     """How a transducer wants its audio: the part decoded now, with audio on both sides that only informs it.
 
     All of them whole encoder frames; frames are counted from the start of an utterance. The delay of settled words is
-    ``chunk_samples`` and ``right_samples`` together.
+    ``chunk_samples`` and ``right_samples`` together, once ``first_samples`` of the utterance were heard.
     """
 
     frame_samples: int  # audio of one encoder frame
@@ -64,6 +64,7 @@ class TransducerContext:
     right_samples: int  # heard behind the chunk
     min_chunk_samples: int  # what a caller may choose
     max_chunk_samples: int
+    first_samples: int = 0  # of an utterance nothing is decoded for good before so much of it was heard, or its end
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` for a length that is not whole frames, or a recommended chunk nobody may choose."""
@@ -76,8 +77,8 @@ class TransducerContext:
 
     @property
     def longest_samples(self) -> int:
-        """The longest chunk that a caller may choose, with both contexts."""
-        return self.left_samples + self.max_chunk_samples + self.right_samples
+        """The longest chunk that a caller may choose, with both contexts, or what is heard before the first."""
+        return max(self.left_samples + self.max_chunk_samples + self.right_samples, self.first_samples)
 
 
 @dataclass(frozen=True, slots=True)

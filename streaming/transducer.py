@@ -37,11 +37,12 @@ class Chunking:
     chunk_samples: int
     right_samples: int
     max_window_samples: int  # the longest request: left context, chunk region and right context
+    first_samples: int = 0  # before so much was heard all is right context
     second_pass: bool = False  # what is final was decoded once more, in one piece
 
     @property
     def latency_samples(self) -> int:
-        """How far behind the newest audio words are settled."""
+        """How far behind the newest audio words are settled, once ``first_samples`` were heard."""
         return self.chunk_samples + self.right_samples
 
 
@@ -71,6 +72,7 @@ def chunking_of(
         chunk_samples=max(chunk_samples, whole_frames(interval_samples + frame_samples - 1, frame_samples)),
         right_samples=context.right_samples,
         max_window_samples=max_window_samples,
+        first_samples=context.first_samples,
         second_pass=second_pass,
     )
 
@@ -105,13 +107,15 @@ class Cutting:
 def cut_out(origin_sample: int, decoded_sample: int, heard_sample: int, chunking: Chunking) -> Cutting:
     """All that is new: what has its right context is the chunk region, which may be empty; the rest is right context.
 
-    ``origin_sample`` is where frames are counted from; a broken frame at the end is kept. More audio than one request
-    can hold is cut off behind, so that several make up for it.
+    Before ``first_samples`` were heard all is right context. ``origin_sample`` is where frames are counted from; a
+    broken frame at the end is kept. More audio than one request can hold is cut off behind, so that several make up for
+    it.
     """
     left_samples = min(chunking.left_samples, decoded_sample - origin_sample)
     room_samples = whole_frames(chunking.max_window_samples - left_samples, chunking.frame_samples)
     new_samples = min(heard_sample - decoded_sample, room_samples)
-    region_samples = whole_frames(new_samples - chunking.right_samples, chunking.frame_samples)
+    is_early = heard_sample - origin_sample < chunking.first_samples
+    region_samples = 0 if is_early else whole_frames(new_samples - chunking.right_samples, chunking.frame_samples)
     return Cutting(
         SpeechSpan(decoded_sample - left_samples, decoded_sample + new_samples),
         left_samples,

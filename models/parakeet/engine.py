@@ -36,7 +36,10 @@ PADDING_SAMPLES = 0
 MAX_WINDOW_FRAMES = 500  # 40 s; attention over all of it takes memory with the square
 
 # NeMo's streaming script hears 10 s before a chunk and 2 s behind it; with half of the latter words are settled 0.8 s
-# sooner, and about twice as many differ from those of one piece (benchmarks/results/parakeet_streaming.md).
+# sooner, and a third more of them differ from those of one piece, though no more are wrong. Before 3 s of an utterance
+# were heard nothing of it is decoded for good: features are normalised over the buffer, and one of 1.2 s tells little
+# of the voice. That leaves a third of what chunks mishear more than one piece does, and settles the first words
+# up to 1.8 s later (benchmarks/results/parakeet_streaming.md).
 CONTEXT = TransducerContext(
     frame_samples=FRAME_SAMPLES,
     left_samples=125 * FRAME_SAMPLES,
@@ -44,6 +47,7 @@ CONTEXT = TransducerContext(
     right_samples=13 * FRAME_SAMPLES,
     min_chunk_samples=2 * FRAME_SAMPLES,
     max_chunk_samples=25 * FRAME_SAMPLES,
+    first_samples=38 * FRAME_SAMPLES,
 )
 
 

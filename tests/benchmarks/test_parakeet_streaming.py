@@ -9,16 +9,19 @@ import soundfile
 
 from benchmarks.parakeet_streaming import (
     Cut,
+    Figures,
     RememberingDetector,
     Setting,
     SpokenStream,
     ends_with,
+    errors_of_each,
     flushed_words,
     held_out_streams,
     measure,
     offline_words,
     row,
     silence,
+    starts_of_equals,
 )
 from models.scripted_transducer import ScriptedToken, ScriptedTransducer
 from vad.audio import SAMPLE_RATE_HZ
@@ -39,7 +42,7 @@ def engine(words: list[str] = WORDS) -> ScriptedTransducer:
 
 
 def test_with_enough_right_context_nothing_differs_from_one_piece_and_words_are_settled_in_time() -> None:
-    stream = SpokenStream(np.concatenate([silence(0.5), noise(4.0), silence(1.0)]), " ".join(WORDS))
+    stream = SpokenStream(np.concatenate([silence(0.5), noise(4.0), silence(1.0)]), tuple(WORDS))
     whole = measure(engine(), EnergyDetector(), Setting(800, 320, 640, second_pass=True), [stream])
     figures = measure(engine(), EnergyDetector(), SETTING, [stream])
     assert whole.error_rate == figures.error_rate == 0.0 and figures.differs_from(whole) == (0, 0, 0)
@@ -47,7 +50,37 @@ def test_with_enough_right_context_nothing_differs_from_one_piece_and_words_are_
     assert min(whole.settle_s) > max(figures.final_s) > 0.0, "with a second pass nothing is settled before the final"
     # Until the next word begins, and until that has its right context, with a packet and a window on top.
     assert max(figures.settle_s) <= 0.5 + 0.32 + 0.64 + 0.1
-    assert row(SETTING, figures, whole).startswith("| 800 | 320 | 640 | 0.00 | +0.00 | 0 / 0 / 0 | 100.0 |")
+    assert row(SETTING, figures, whole).startswith(
+        "| 800 | 320 | 640 | 0.00 | +0.00 (+0.00 to +0.00) | 0 / 0 / 0 | 100.0 |"
+    )
+
+
+def test_errors_are_counted_where_they_are_and_a_word_put_in_where_it_stands() -> None:
+    references = ["one two", "three", "four five six"]
+    assert errors_of_each(references, "one two three four five six") == [0, 0, 0]
+    assert errors_of_each(references, "one too three four six") == [1, 0, 1]
+    assert errors_of_each(references, "oh one two three four five six seven") == [1, 0, 1]
+    assert errors_of_each(references, "") == [2, 1, 3]
+
+
+def test_starts_are_compared_of_the_same_words_and_of_several_the_nearest() -> None:
+    first = [("the", 1.0), ("cat", 1.5), ("sat", 2.0), ("on", 2.5)]
+    assert starts_of_equals(first, first) == [(start_s, start_s) for _, start_s in first]
+    assert starts_of_equals(first, [("cat", 1.6), ("sad", 2.0), ("on", 2.4)]) == [(1.5, 1.6), (2.5, 2.4)]
+    heard = [("a", 1.0), ("the", 3.1)]
+    assert starts_of_equals([("the", 1.0), ("the", 3.0)], heard) == [(3.0, 3.1)]
+    assert starts_of_equals([("the", 1.0), ("the", 3.0)], heard[1:]) == [(3.0, 3.1)], "not the first of the two"
+    assert starts_of_equals(first, []) == starts_of_equals([], first) == []
+
+
+def test_an_interval_holds_the_difference_and_is_the_narrower_the_fewer_recordings_differ() -> None:
+    whole = Figures(n_words=[10] * 200, n_errors=[4] * 200)
+    few = Figures(n_words=[10] * 200, n_errors=[*[5] * 8, *[3] * 4, *[4] * 188])
+    many = Figures(n_words=[10] * 200, n_errors=[*[5] * 80, *[3] * 76, *[4] * 44])
+    (few_low, few_high), (low, high) = few.interval_against(whole), many.interval_against(whole)
+    assert low < few_low < 0.002 < few_high < high
+    assert -0.011 < low and high < 0.015, "two deviations of the mean of 200 differences of about 0.09"
+    assert whole.interval_against(whole) == (0.0, 0.0)
 
 
 def test_a_detector_that_remembers_answers_the_same() -> None:

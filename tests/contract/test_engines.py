@@ -107,7 +107,7 @@ def gives_word_times(contestant: Contestant) -> None:
 
 
 def gives_confidence(contestant: Contestant) -> None:
-    sentence = clip("two_cities", 21.0, 30.0)  # long enough for a mean that tells
+    sentence = clip("two_cities", 21.0, 40.0)  # long enough for a mean that tells
     clear = confidences(contestant.hear(sentence).words)
     noisy = confidences(contestant.hear(with_noise(sentence)).words)
     assert all(0.0 <= value <= 1.0 for value in clear + noisy)

@@ -65,7 +65,7 @@ def two_cities() -> Samples:
 def heard(chunk_ms: int | None = None) -> Figures:
     """The recording in chunks, or each utterance in one piece."""
     setting = usual(second_pass=True) if chunk_ms is None else usual(chunk_ms=chunk_ms)
-    stream = SpokenStream(np.concatenate([two_cities(), silence(1.0)]), spoken(TWO_CITIES_TEXT))
+    stream = SpokenStream(np.concatenate([two_cities(), silence(1.0)]), (spoken(TWO_CITIES_TEXT),))
     return measure(engine(), detector(), setting, [stream])
 
 

@@ -77,9 +77,9 @@ def test_chunks_are_chosen_in_hello_and_update_and_left_to_the_model_again() -> 
 
 def test_ready_of_a_model_with_chunks_says_how_late_words_are_settled() -> None:
     message = {"type": "ready", **dataclasses.asdict(ready())}
-    item = msgspec.to_builtins(ChunkingItem(chunk_ms=320, right_context_ms=800, latency_ms=1_120, second_pass=False))
+    item = msgspec.to_builtins(ChunkingItem(320, 800, 1_120, 3_040, second_pass=False))
     assert parse({**message, "chunking": item}) == dataclasses.replace(
-        ready(), chunking=Chunking(320, 800, 1_120, False)
+        ready(), chunking=Chunking(320, 800, 1_120, 3_040, False)
     )
     assert parse({**message, "chunking": None}) == ready()
     del message["chunking"]

@@ -121,3 +121,15 @@ def test_every_chunk_size_says_what_one_piece_says(world) -> None:
         assert cut == whole
         settled = [item.message for item in seen if isinstance(item.message, m.Partial) and item.message.n_committed]
         assert settled, "words are settled before the final"
+
+
+def test_nothing_is_settled_before_the_first_seconds_of_an_utterance_which_ready_states(world) -> None:
+    cut, seen = play(world, sound([2.0, -0.2, 2.5]), chunk_ms=160)
+    [ready] = [item.message for item in seen if isinstance(item.message, m.Ready)]
+    [started] = [item.message for item in seen if isinstance(item.message, m.SpeechStarted)]
+    partials = [item for item in seen if isinstance(item.message, m.Partial)]
+    settling = [item.at_s for item in partials if item.message.n_committed]
+    begins_s = started.start_s
+    assert ready.chunking.first_ms > ready.chunking.latency_ms
+    assert partials[0].at_s < begins_s + 1.0, "words are shown long before"
+    assert 0.0 <= settling[0] - begins_s - ready.chunking.first_ms / 1_000 < 0.3

@@ -165,9 +165,9 @@ def ready_of(world, engine, **chosen) -> m.Ready | m.Error:
 
 def test_ready_states_chunk_right_context_and_latency(world) -> None:
     engine = engine_of(world.make_scene([1]))
-    assert ready_of(world, engine).chunking == m.ChunkingItem(320, 800, 1_120, False)
-    assert ready_of(world, engine, chunk_ms=560, second_pass=True).chunking == m.ChunkingItem(560, 800, 1_360, True)
-    assert ready_of(world, engine, chunk_ms=None).chunking == m.ChunkingItem(320, 800, 1_120, False)
+    assert ready_of(world, engine).chunking == m.ChunkingItem(320, 800, 1_120, 0, False)
+    assert ready_of(world, engine, chunk_ms=560, second_pass=True).chunking == m.ChunkingItem(560, 800, 1_360, 0, True)
+    assert ready_of(world, engine, chunk_ms=None).chunking == m.ChunkingItem(320, 800, 1_120, 0, False)
 
 
 def test_an_interval_above_the_usual_makes_chunks_longer_and_one_below_changes_nothing(world) -> None:
@@ -226,7 +226,7 @@ def test_a_refused_update_changes_nothing(world) -> None:
 def test_a_deployment_chooses_for_models_that_decode_in_chunks_and_others_take_no_notice(world) -> None:
     session = world.session(engine_of(world.make_scene([1])), chunk_ms=640, second_pass=True)
     [ready, *_] = session.receive(world.hello, 0.0)
-    assert ready.message.chunking == m.ChunkingItem(640, 800, 1_440, True)
+    assert ready.message.chunking == m.ChunkingItem(640, 800, 1_440, 0, True)
     [ready, *_] = world.session(world.Engine(()), chunk_ms=640, second_pass=True).receive(world.hello, 0.0)
     assert isinstance(ready.message, m.Ready) and ready.message.chunking is None
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -65,6 +65,9 @@ def test_contexts_that_are_no_whole_frames_or_do_not_fit_the_window_are_refused(
         TransducerContext(FRAME_SAMPLES, 0, FRAME_SAMPLES, 0, 2 * FRAME_SAMPLES, 25 * FRAME_SAMPLES)
     with pytest.raises(ValueError, match="contexts and chunk need"):
         ModelCard("short", ("en",), SAMPLE_RATE_HZ, frozenset(), 1, CONTEXT)
+    endless = replace(CONTEXT, first_samples=MAX_WINDOW_SAMPLES + FRAME_SAMPLES)
+    with pytest.raises(ValueError, match="contexts and chunk need"):
+        ModelCard("endless", ("en",), MAX_WINDOW_SAMPLES, frozenset(), 1, endless)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 300), st.integers(0, 500_000), st.integers(2, 25), st.integers(0, 30))
@@ -209,6 +212,34 @@ def test_words_are_settled_a_chunk_and_the_right_context_behind_the_audio_at_mos
         n_over = sum(token.sample < sample - CHUNKING.latency_samples - FRAME_SAMPLES - 512 for token in tokens)
         n_committed = spoken.shown[-1].n_committed if spoken.shown else 0
         assert n_committed >= n_over - 1, "all but the last, which may go on"
+
+
+def test_before_the_first_seconds_were_heard_partials_come_but_nothing_is_settled() -> None:
+    early = chunking_of(replace(CONTEXT, first_samples=30 * FRAME_SAMPLES), MAX_WINDOW_SAMPLES)
+    spoken = talk(steady("it was the best of times it was the worst of times"), early)
+    hear_all(spoken, early.first_samples - 512)
+    assert len(spoken.requests) > 4 and text_of(spoken.shown[-1].words) == "it was the best of times it was the"
+    assert all(segment.n_committed == 0 for segment in spoken.shown)
+    assert all(request.left_context_samples == 0 for request in spoken.requests), "heard anew from the start"
+    hear_all(spoken, 48_000, start_sample=early.first_samples - 512)
+    first, *_ = [request for request in spoken.requests if request.span.end_sample >= early.first_samples]
+    assert first.right_context_samples == early.right_samples, "all but the right context, in one go"
+    late = talk(steady("it was the best of times it was the worst of times"))
+    hear_all(late, 48_000)
+    assert spoken.shown[-1] == late.shown[-1]
+
+
+def test_an_utterance_shorter_than_the_first_seconds_is_decoded_for_good_in_one_piece() -> None:
+    early = chunking_of(replace(CONTEXT, first_samples=38 * FRAME_SAMPLES), MAX_WINDOW_SAMPLES)
+    spoken = talk(steady("it was the best of times"), early)
+    hear_all(spoken, 34_000)
+    spoken.utterance.paused()
+    spoken.serve()
+    request = spoken.requests[-1]
+    assert request.is_final and request.span == SpeechSpan(0, 34_000) and request.left_context_samples == 0
+    spoken.show(spoken.utterance.ended(end_sample=34_000, speech_end_sample=30_000, reason=EndReason.SILENCE))
+    assert spoken.text == " it was the best of times"
+    assert all(region.n_samples == 0 for region in spoken.regions), "the rest of its decodes were looks ahead"
 
 
 def test_silence_before_the_first_partial_is_not_decoded() -> None:
@@ -458,7 +489,15 @@ def steps(draw: st.DrawFn) -> list[tuple[str, int]]:
     return draw(st.lists(one, max_size=120))
 
 
-CHUNKS = st.integers(2, 25).map(lambda n: chunking_of(CONTEXT, MAX_WINDOW_SAMPLES, chunk_samples=n * FRAME_SAMPLES))
+CHUNKS = st.builds(
+    lambda n_chunk, n_first: chunking_of(
+        replace(CONTEXT, first_samples=n_first * FRAME_SAMPLES),
+        MAX_WINDOW_SAMPLES,
+        chunk_samples=n_chunk * FRAME_SAMPLES,
+    ),
+    st.integers(2, 25),
+    st.sampled_from((0, 0, 20, 38)),
+)
 
 
 def live(spoken: Talk, happenings: list[tuple[str, int]], start_sample: int, end_sample: int) -> None:
@@ -566,7 +605,8 @@ def test_memory_is_what_the_contexts_hold_and_what_waits(
         while spoken.serve():
             pass
         kept_samples = heard_sample - spoken.utterance.keep_from_sample
-        assert kept_samples <= chunking.left_samples + chunking.latency_samples + 2 * FRAME_SAMPLES
+        latest_samples = max(chunking.latency_samples, chunking.first_samples)
+        assert kept_samples <= chunking.left_samples + latest_samples + 2 * FRAME_SAMPLES
 
 
 def assert_settled_stays(spoken: Talk) -> None:

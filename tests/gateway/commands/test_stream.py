@@ -98,7 +98,7 @@ def test_the_greeting_says_how_late_words_are_settled_and_what_is_not_offered() 
     limits = Limits(1 << 20, 10.0, 60.0)
     ready = Ready(1, "s", False, 0, "parakeet", None, (), (), Engine("cpu", ""), (), limits)
     assert stream.greeting(ready) == "parakeet listens"
-    chunked = replace(ready, declined=("vocabulary",), chunking=Chunking(320, 800, 1_120, False))
+    chunked = replace(ready, declined=("vocabulary",), chunking=Chunking(320, 800, 1_120, 3_040, False))
     told = "parakeet listens; words are settled 1120 ms behind the audio; not offered: vocabulary"
     assert stream.greeting(chunked) == told
 
