@@ -151,7 +151,7 @@ KERNEL rows_tagged(const __grid_constant__ Parameters p) {
 #pragma unroll 1
     for (u32 round = 0; round < p.word[N_ROUNDS]; round++) {
         const u32 buffer = publish_share(m, share, n_rows, round);
-        load_rows<WIDTH>(m, n_rows, 0, buffer, m.epoch + round);
+        load_rows(m, n_rows, 0, buffer, m.epoch + round);
         __syncthreads();
     }
 }

@@ -86,7 +86,7 @@ class Parts:
     def start(self, name: str, n_rounds: int, number: int = 0) -> None:
         """Launch ``name`` on torch's stream. ``number``: what else it is told, rows or an SM."""
         n_sms = self.program.target.n_sms
-        how = Launch(n_sms, self._shared_bytes, is_cooperative=True)
+        how = Launch(n_sms, self._shared_bytes, 32 * self.program.sizes.n_warps, is_cooperative=True)
         parameters = self._parameters.copy()
         if name == "copy":
             how = Launch(n_sms, 0, n_threads=1024)

@@ -20,14 +20,12 @@ from numpy.typing import NDArray
 
 from .errors import CompileError
 from .isa import (
-    BATCH_GRANULES,
     BEST_WORDS,
     BLOCK_STATS_WORDS,
     CROSS_BLOCK,
     GATES,
     GRANULE_ROWS,
     MAX_BLOCKS,
-    N_WARPS,
     PARTIAL_WORDS,
     PROGRAM_VERSION,
     SELF_BLOCK,
@@ -47,7 +45,7 @@ HEAD_SIZE = 64  # elements of a head that the kernel's attention takes
 N_PARITIES = 2  # places that take turns, of what a transducer's JOINT leaves
 WITH_WEIGHT = (Op.LINEAR, Op.HEAD, Op.LSTM, Op.RECUR, Op.JOINT)
 SILENT = (Op.SELECT, Op.TRANSDUCE, Op.RECUR)  # publish nothing
-N_REPLICAS = 4  # of rows in the exchange area: SM i reads number i mod 4
+N_REPLICAS = 1  # of rows in the exchange area: SM i reads number i mod this
 
 Words = dict[Phase, int]
 
@@ -84,7 +82,7 @@ def shapes(program: Program) -> None:
     expected = {
         "phases": (n_phases, len(Phase)),
         "tasks": (n_sms, n_phases, len(Task)),
-        "warp_tiles": (n_sms, N_WARPS, 2),
+        "warp_tiles": (n_sms, program.sizes.n_warps, 2),
     }
     for name, shape in expected.items():
         array: NDArray[np.uint32] = getattr(program, name)
@@ -98,15 +96,16 @@ def shapes(program: Program) -> None:
         raise wrong(program, f"{program.n_replicas} replicas, not {N_REPLICAS}")
 
 
-def k_warps_of(k: int) -> int:
+def k_warps_of(k: int, n_warps: int) -> int:
     """How many warps share one granule's K: the largest power of two that divides its tiles."""
     n_tiles = k // TILE_K
-    return min(N_WARPS, n_tiles & -n_tiles)
+    return min(n_warps, n_tiles & -n_tiles)
 
 
 def expected_words(program: Program) -> Iterator[tuple[int, Words]]:
     """What an op's phases must say, phase after phase: op index and every word but offsets and epochs."""
     has_stream = any(isinstance(op, FusedLinear) and op.residual for op in program.ops)
+    n_warps = program.sizes.n_warps
     for index, op in enumerate(program.ops):
         match op:
             case FusedLinear():
@@ -115,7 +114,7 @@ def expected_words(program: Program) -> Iterator[tuple[int, Words]]:
                 flags |= Flag.NORM if op.norm else Flag(0)
                 flags |= Flag.GELU if op.gelu else Flag(0)
                 flags |= Flag.RESIDUAL if op.residual else Flag(0)
-                yield index, linear_words(Op.LINEAR, flags, op.k, op.n)
+                yield index, linear_words(Op.LINEAR, flags, op.k, op.n, n_warps)
             case FusedAttention():
                 words = {Phase.K: op.width, Phase.N: op.width, Phase.N_HEADS: op.n_heads, Phase.BLOCK: op.block}
                 words |= {Phase.N_BLOCKS: op.n_blocks, Phase.LAYER: op.layer}
@@ -125,23 +124,23 @@ def expected_words(program: Program) -> Iterator[tuple[int, Words]]:
                 yield index, {**words, **first, **(dumped if op.dumped_heads else {})}
                 yield index, {Phase.OP: Op.COMBINE, **words}
             case FusedHead():
-                yield index, linear_words(Op.HEAD, Flag.NORM if op.norm else Flag(0), op.k, op.n)
+                yield index, linear_words(Op.HEAD, Flag.NORM if op.norm else Flag(0), op.k, op.n, n_warps)
                 yield index, {Phase.OP: Op.SELECT, Phase.N: op.n}
             case FusedLstm() if op.token_table is not None:
-                table: Words = {Phase.OP: Op.LSTM, Phase.FLAGS: Flag.EMBED, Phase.N: op.n, Phase.K_WARPS: N_WARPS}
+                table: Words = {Phase.OP: Op.LSTM, Phase.FLAGS: Flag.EMBED, Phase.N: op.n, Phase.K_WARPS: n_warps}
                 yield index, {**table, Phase.LAYER: op.layer}
             case FusedLstm():
-                yield index, {**linear_words(Op.LSTM, Flag(0), op.k, op.n), Phase.LAYER: op.layer}
+                yield index, {**linear_words(Op.LSTM, Flag(0), op.k, op.n, n_warps), Phase.LAYER: op.layer}
             case FusedRecurrence():
-                yield index, {**linear_words(Op.RECUR, Flag(0), op.k, op.n), Phase.LAYER: op.layer}
+                yield index, {**linear_words(Op.RECUR, Flag(0), op.k, op.n, n_warps), Phase.LAYER: op.layer}
             case FusedJoint():
-                yield index, linear_words(Op.JOINT, Flag(0), op.k, op.n)
+                yield index, linear_words(Op.JOINT, Flag(0), op.k, op.n, n_warps)
                 yield index, {Phase.OP: Op.TRANSDUCE, Phase.N: op.n}
 
 
-def linear_words(op: Op, flags: Flag, k: int, n: int) -> Words:
+def linear_words(op: Op, flags: Flag, k: int, n: int, n_warps: int) -> Words:
     """Words of a phase that reads the tape."""
-    return {Phase.OP: op, Phase.FLAGS: flags, Phase.K: k, Phase.N: n, Phase.K_WARPS: k_warps_of(k)}
+    return {Phase.OP: op, Phase.FLAGS: flags, Phase.K: k, Phase.N: n, Phase.K_WARPS: k_warps_of(k, n_warps)}
 
 
 WHERE_AND_WHEN = (Phase.INPUT, Phase.OUTPUT, Phase.PARTIAL, Phase.EPOCH, Phase.INPUT_EPOCH)
@@ -338,7 +337,7 @@ def granules(program: Program) -> None:
         if n_tiles and (weights[phase].first_tile, weights[phase].n_tiles) != (next_tile, n_tiles):
             raise wrong(program, f"its weight's tiles are not {n_tiles} from {next_tile}", phase)
         next_tile += n_tiles
-        n_groups = N_WARPS // int(row[Phase.K_WARPS])
+        n_groups = program.sizes.n_warps // int(row[Phase.K_WARPS])
         group = program.tasks[:, phase, Task.FIRST_GROUP]
         if (group >= n_groups).any():
             raise wrong(program, f"begins with a group past the {n_groups}", phase, int(np.argmax(group >= n_groups)))
@@ -398,7 +397,8 @@ def cells(program: Program) -> None:
 
 def tape(program: Program) -> None:
     """Each warp finds the tiles that it will use, in the order of use, and no others."""
-    used = np.zeros((program.target.n_sms, N_WARPS), np.int64)  # tiles that a warp has used before the phase
+    # tiles that a warp has used before the phase
+    used = np.zeros((program.target.n_sms, program.sizes.n_warps), np.int64)
     first = program.warp_tiles[:, :, 0].astype(np.int64)
     n = program.warp_tiles[:, :, 1].astype(np.int64)
     order = np.lexsort((n.ravel(), first.ravel()))
@@ -436,7 +436,7 @@ Index = NDArray[np.int64]  # [n_tiles of a phase]
 def tiles_of(program: Program, phase: int) -> tuple[Index, Index, Index, Index]:
     """SM, warp, place among the tiles that this warp uses in this phase, and index in its weight, of every tile."""
     k_warps, n_k_tiles = int(program.phases[phase, Phase.K_WARPS]), int(program.phases[phase, Phase.K]) // TILE_K
-    n_groups, n_slice = N_WARPS // k_warps, n_k_tiles // k_warps
+    n_groups, n_slice = program.sizes.n_warps // k_warps, n_k_tiles // k_warps
     n = program.tasks[:, phase, Task.N_GRANULES].astype(np.int64)
     sm = np.repeat(np.arange(program.target.n_sms), n)  # of each granule, SM after SM
     j = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)  # within its SM
@@ -444,12 +444,13 @@ def tiles_of(program: Program, phase: int) -> tuple[Index, Index, Index, Index]:
     group = (program.tasks[sm, phase, Task.FIRST_GROUP].astype(np.int64) + j) % n_groups
     turn = j // n_groups  # within its group
     n_of_group = (n[sm] - j % n_groups + n_groups - 1) // n_groups
-    batch = turn // BATCH_GRANULES
-    n_of_batch = np.minimum(BATCH_GRANULES, n_of_group - batch * BATCH_GRANULES)
+    of_batch = program.sizes.batch_granules
+    batch = turn // of_batch
+    n_of_batch = np.minimum(of_batch, n_of_group - batch * of_batch)
     k_tile = np.arange(n_k_tiles)
     warp = group[:, None] * k_warps + k_tile // n_slice
-    place = (batch * BATCH_GRANULES * n_slice)[:, None] + (k_tile % n_slice) * n_of_batch[:, None]
-    place = place + (turn % BATCH_GRANULES)[:, None]
+    place = (batch * of_batch * n_slice)[:, None] + (k_tile % n_slice) * n_of_batch[:, None]
+    place = place + (turn % of_batch)[:, None]
     tile = granule[:, None] * n_k_tiles + k_tile
     return np.repeat(sm, n_k_tiles), warp.ravel(), place.ravel(), tile.ravel()
 

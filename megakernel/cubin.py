@@ -46,6 +46,8 @@ def program_header(program: Program) -> str:
     numbers = {
         "N_SMS": target.n_sms,
         "N_PHASES": n_phases,
+        "N_WARPS": sizes.n_warps,
+        "BATCH_GRANULES": sizes.batch_granules,
         "TARGET_ROWS": target.max_rows,
         "RING_TILES": program.ring_tiles,
         "X_BYTES": program.x_bytes,

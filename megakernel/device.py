@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DriverError, NoDeviceError, OutOfDeviceMemoryError
-from .isa import MAX_ROWS, N_WARPS
+from .isa import MAX_ROWS
 from .target import KNOWN, Target
 
 log = logging.getLogger(__name__)
@@ -188,9 +188,9 @@ class Launch:
 
     n_blocks: int
     shared_bytes: int
+    n_threads: int  # of a block
     n_blocks_y: int = 1
     n_blocks_z: int = 1
-    n_threads: int = N_WARPS * 32  # of a block
     is_cooperative: bool = False  # all blocks run at once, or the launch fails
     is_dependent: bool = False  # may begin before what precedes it on the stream has ended
 

@@ -134,7 +134,7 @@ def _embed(network: Network, rows: Sequence[Row]) -> NDArray[np.float32]:
 
 
 def _linear(network: Network, op: FusedLinear | FusedHead, x: NDArray[np.float32]) -> NDArray[np.float32]:
-    y = numbers.linear_sums(x, network.weights[op.name])
+    y = numbers.linear_sums(x, network.weights[op.name], network.sizes.n_warps)
     if op.norm is not None:
         y = numbers.apply_norm(y, numbers.row_stats(x, op.norm.epsilon), network.row_sums[op.name])
     return y + network.biases[op.name]

@@ -81,11 +81,11 @@ def evaluate_transducer(
                 x = None if op.x is None else values[op.x]
                 values[op.name] = np.stack([_lstm(network, memory, slots, op, slot, x) for slot in stepping])
             case FusedRecurrence():
-                kept = numbers.linear_sums(values[op.x], network.weights[op.name])
+                kept = _sums(network, op, values[op.x])
                 memory.kept[stepping, op.layer] = kept.reshape(len(stepping), -1, GATES)
             case FusedLinear():
                 assert op.x is not None, "a transducer's linear reads a value"
-                y = numbers.linear_sums(values[op.x], network.weights[op.name]) + network.biases[op.name]
+                y = _sums(network, op, values[op.x]) + network.biases[op.name]
                 values[op.name] = numbers.round_bf16(y)
             case FusedJoint():
                 if stepping:
@@ -95,8 +95,12 @@ def evaluate_transducer(
                     continue
                 frames = np.stack([memory.frames[_seat(slots, slot), frame] for slot, frame in own])
                 x = numbers.joint_rows(frames, memory.predicted[[slot for slot, _ in own]])
-                logits = numbers.linear_sums(x, network.weights[op.name]) + network.biases[op.name]
+                logits = _sums(network, op, x) + network.biases[op.name]
     return logits
+
+
+def _sums(network: TransducerNetwork, op: FusedOp, x: Floats) -> Floats:
+    return numbers.linear_sums(x, network.weights[op.name], network.sizes.n_warps)
 
 
 def _lstm(
@@ -120,7 +124,7 @@ def _lstm(
             gates = network.table[slot.token] + kept
         else:
             own = [i for i, other in enumerate(slots) if other is not None and other.has_step].index(index)
-            sums = numbers.linear_sums(x[own : own + 1], network.weights[op.name]).reshape(-1, GATES)
+            sums = _sums(network, op, x[own : own + 1]).reshape(-1, GATES)
             gates = (sums + kept) + network.biases[op.name].reshape(-1, GATES)
         before = memory.state_out[slot.state_seat, op.layer, 1] if is_new is None else np.zeros(len(gates), np.float32)
         outputs, cells = numbers.lstm_cells(gates, before)

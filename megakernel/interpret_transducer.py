@@ -20,7 +20,6 @@ from .isa import (
     GATES,
     GRANULE_ROWS,
     GRANULE_UNITS,
-    N_WARPS,
     TILE_K,
     Command,
     CommandKind,
@@ -410,12 +409,13 @@ def _first_duration(sizes: Sizes) -> int:
 
 
 def _first_tiles(program: Program, sm: int) -> list[NDArray[np.int64]]:
-    """Of every phase [N_WARPS]: the tiles of its part of the tape that a warp passes before."""
-    first, so_far = [], np.zeros(N_WARPS, np.int64)
+    """Of every phase [n_warps]: the tiles of its part of the tape that a warp passes before."""
+    n_warps = program.sizes.n_warps
+    first, so_far = [], np.zeros(n_warps, np.int64)
     for words, task in zip(program.phases.astype(np.int64), program.tasks[sm].astype(np.int64), strict=True):
         first.append(so_far)
         if words[Phase.K_WARPS]:
             k_warps = int(words[Phase.K_WARPS])
-            of_group = granules_of_group(task[isa.Task.N_GRANULES], task[isa.Task.FIRST_GROUP], N_WARPS // k_warps)
+            of_group = granules_of_group(task[isa.Task.N_GRANULES], task[isa.Task.FIRST_GROUP], n_warps // k_warps)
             so_far = so_far + np.repeat(of_group * (int(words[Phase.K]) // TILE_K // k_warps), k_warps)
     return first

@@ -27,7 +27,6 @@ from .fuse import fold_constants
 from .isa import (
     BLOCK_STATS_WORDS,
     GRANULE_ROWS,
-    N_WARPS,
     PARTIAL_WORDS,
     TILE_K,
     Command,
@@ -320,7 +319,7 @@ class Launch:
 class _Weights:
     """What an SM's warps took from the tape in one phase."""
 
-    before: NDArray[np.int64]  # [N_WARPS] tiles that each had used of its part
+    before: NDArray[np.int64]  # [n_warps] tiles that each had used of its part
     after: NDArray[np.int64]
     weight: Floats  # [rows, K] bfloat16
 
@@ -341,7 +340,9 @@ class Sm:
         self.phase = 0
         self.leave: LeaveReason | None = None
         self.is_stalled = False  # by a test
-        self.used = np.zeros(N_WARPS, np.int64)  # tiles of its part of the tape that each warp has used in this step
+        self.used = np.zeros(
+            self.program.sizes.n_warps, np.int64
+        )  # tiles of its part of the tape that each warp has used in this step
         self.stream: Floats = np.zeros((0, 0), np.float32)  # [rows, elements that this SM owns]
 
     # --- steps and phases ---
@@ -363,7 +364,7 @@ class Sm:
                 raise TapeError(
                     f"{self.name}: warp {warp} used {self.used[warp]} of its {n_tiles[warp]} tiles in a step"
                 )
-            self.used = np.zeros(N_WARPS, np.int64)
+            self.used = np.zeros(self.program.sizes.n_warps, np.int64)
 
     def _must_stall(self) -> bool:
         control = self.device.host["control_before"]
@@ -516,14 +517,16 @@ class Sm:
     def _read_tape(self, words: list[int]) -> Floats:
         _, n, _, first_group = self.device.tasks[self.index][self.phase]
         k_warps, n_k_tiles = words[Phase.K_WARPS], words[Phase.K] // TILE_K
-        n_groups, n_slice = N_WARPS // k_warps, n_k_tiles // k_warps
+        n_groups, n_slice = self.program.sizes.n_warps // k_warps, n_k_tiles // k_warps
         if n * n_k_tiles > len(self.memory.tape):
             raise TapeError(f"{self.name}: {n} granules are more than the tape")
         weight = np.empty((n, GRANULE_ROWS, n_k_tiles, TILE_K), np.uint16)
         for group in range(n_groups):
             mine = [j for j in range(n) if (first_group + j) % n_groups == group]
             for k_warp in range(k_warps):
-                tiles = self._next_tiles(group * k_warps + k_warp, _order_of_use(len(mine), n_slice))
+                tiles = self._next_tiles(
+                    group * k_warps + k_warp, _order_of_use(len(mine), n_slice, self.program.sizes.batch_granules)
+                )
                 tiles = tiles.reshape(len(mine), n_slice, GRANULE_ROWS, TILE_K).swapaxes(1, 2)
                 weight[mine, :, k_warp * n_slice : (k_warp + 1) * n_slice] = tiles
         return numbers.from_bits(weight).reshape(n * GRANULE_ROWS, -1)
@@ -799,9 +802,9 @@ class Sm:
             yield None
 
 
-def _order_of_use(n_granules: int, n_slice: int) -> NDArray[np.int64]:
+def _order_of_use(n_granules: int, n_slice: int, of_batch: int) -> NDArray[np.int64]:
     """[granules of a group, tiles of a warp's slice] → which of the warp's next tiles it is."""
     granule, tile = np.arange(n_granules)[:, None], np.arange(n_slice)
-    batch = granule // isa.BATCH_GRANULES
-    n_of_batch = np.minimum(isa.BATCH_GRANULES, n_granules - batch * isa.BATCH_GRANULES)
-    return (batch * isa.BATCH_GRANULES * n_slice) + tile * n_of_batch + granule % isa.BATCH_GRANULES
+    batch = granule // of_batch
+    n_of_batch = np.minimum(of_batch, n_granules - batch * of_batch)
+    return (batch * of_batch * n_slice) + tile * n_of_batch + granule % of_batch

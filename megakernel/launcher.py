@@ -136,7 +136,7 @@ class Launcher:
         self._enter()
         self._cache = cache
         self._modules: list[Any] = []
-        self._shared_bytes = dynamic_shared_bytes(program)
+        self._shared_bytes, self._n_threads = dynamic_shared_bytes(program), 32 * program.sizes.n_warps
         self._loop = self._kernel(cubin, LOOP_KERNEL if program.sizes.transducer is None else TRANSDUCER_KERNEL)
         self._phase: Any = None  # compiled once it is needed
         low, high = call("cuCtxGetStreamPriorityRange")
@@ -207,7 +207,7 @@ class Launcher:
         before, after = (self._mailbox_address + OFFSETS[name] for name in ("control_before", "control_after"))
         if start.mode is Mode.LOOP:
             call("cuMemcpyAsync", self._control, before, _CONTROL_BYTES, self._stream)
-            how = Launch(self._n_sms, self._shared_bytes, is_cooperative=True)
+            how = Launch(self._n_sms, self._shared_bytes, self._n_threads, is_cooperative=True)
             launch(self._loop, how, self._stream, self._parameters)
         else:
             self._start_graph(start, before)
@@ -265,7 +265,7 @@ class Launcher:
             self._phase = self._kernel(
                 build_cubin(self.program, cache=self._cache, kernels=[PHASE_KERNEL]), PHASE_KERNEL
             )
-        how = Launch(self._n_sms, self._shared_bytes, is_dependent=mode is Mode.GRAPH_DEPENDENT)
+        how = Launch(self._n_sms, self._shared_bytes, self._n_threads, is_dependent=mode is Mode.GRAPH_DEPENDENT)
         begin_capture(self._stream)
         for phase in range(self._n_phases):
             parameters = self._parameters.copy()
@@ -299,7 +299,7 @@ class Launcher:
 
 def dynamic_shared_bytes(program: Program) -> int:
     """Shared memory that a launch asks for."""
-    ring_bytes = program.ring_tiles * isa.N_WARPS * isa.TILE_BYTES
+    ring_bytes = program.ring_tiles * program.sizes.n_warps * isa.TILE_BYTES
     return ring_bytes + program.x_bytes + SUMS_BYTES + program.misc_bytes
 
 

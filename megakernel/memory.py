@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 from .errors import CompileError
 from .graph import Sizes
 from .isa import (
-    BATCH_GRANULES,
     BEST_WORDS,
     BLOCK_STATS_WORDS,
     GATES,
     GRANULE_ROWS,
     GRANULE_UNITS,
     MAX_SLOTS,
-    N_WARPS,
     PARTIAL_WORDS,
     STATS_ELEMENTS,
     TILE_BYTES,
@@ -33,7 +31,7 @@ from .schedule import Schedule, tiles_of_warps
 from .target import MIN_RING_TILES, MISC_BYTES, SUMS_BYTES, Target
 from .tasks import HEAD_SIZE, PhaseTasks, output_elements
 
-N_REPLICAS = 4  # of exchanged rows; an SM reads replica SM mod this, measured fastest on 132 SMs
+N_REPLICAS = 1  # of exchanged rows; an SM reads replica SM mod this. Four take 2 % longer on 132 SMs
 N_PARITIES = 2  # of JOINT's results and the control word: a step without predictor joins nobody before it writes
 ALIGN_WORDS = 16  # of the exchange area's parts: a line of 128 bytes
 WORD_BYTES = 4
@@ -72,7 +70,7 @@ class Memory:
 
     weights: tuple[WeightTiles, ...]
     tile_index: NDArray[np.int64]  # [n_tiles] of the tape, into the concatenation of all weights' tiles
-    warp_tiles: NDArray[np.uint32]  # [n_sms, N_WARPS, 2] first tile, number of tiles
+    warp_tiles: NDArray[np.uint32]  # [n_sms, n_warps, 2] first tile, number of tiles
     aux: NDArray[np.int64]  # [n_phases, n_sms] first granule's index in the SM's auxiliary floats
     aux_granules: int  # of the SM that has most
     linear_aux_granules: int  # of these, the ones before the head's, on the SM that has most
@@ -90,7 +88,7 @@ class Memory:
 
 def lay_out(phases: Sequence[PhaseTasks], schedule: Schedule, target: Target, sizes: Sizes) -> Memory:
     """Addresses for a schedule. Raises CompileError where the records don't fit an SM's shared memory."""
-    weights, tile_index, warp_tiles = _tape(phases, schedule)
+    weights, tile_index, warp_tiles = _tape(phases, schedule, sizes.batch_granules)
     aux, ends = _aux(schedule)
     aux_granules = int(ends[-1].max())
     heads = [phase.op is Op.HEAD for phase in phases]
@@ -105,7 +103,7 @@ def lay_out(phases: Sequence[PhaseTasks], schedule: Schedule, target: Target, si
         x_bytes = 0  # rows go from words to registers
         records_bytes = _transducer_bytes(phases, schedule, target, sizes)
         misc_bytes = -(-(records_bytes + aux_granules * AUX_GRANULE_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
-        ring_tiles = (target.shared_bytes - x_bytes - SUMS_BYTES - misc_bytes) // (N_WARPS * TILE_BYTES)
+        ring_tiles = (target.shared_bytes - x_bytes - SUMS_BYTES - misc_bytes) // (sizes.n_warps * TILE_BYTES)
         ring_tiles = min(ring_tiles, int(warp_tiles[:, :, 1].max()))
     if ring_tiles < MIN_RING_TILES:
         rule = (
@@ -139,10 +137,10 @@ def lay_out(phases: Sequence[PhaseTasks], schedule: Schedule, target: Target, si
 
 
 def _tape(
-    phases: Sequence[PhaseTasks], schedule: Schedule
+    phases: Sequence[PhaseTasks], schedule: Schedule, batch_granules: int
 ) -> tuple[tuple[WeightTiles, ...], NDArray[np.int64], NDArray[np.uint32]]:
     """Each warp's tiles in one piece, phase after phase, SM after SM."""
-    tiles = tiles_of_warps(phases, schedule)  # [n_phases, n_sms, N_WARPS]
+    tiles = tiles_of_warps(phases, schedule)  # [n_phases, n_sms, n_warps]
     of_warp = tiles.sum(axis=0)
     first_of_warp = (np.cumsum(of_warp) - of_warp.ravel()).reshape(of_warp.shape)
     first_of_phase = first_of_warp + np.cumsum(tiles, axis=0) - tiles
@@ -152,7 +150,7 @@ def _tape(
     for index, phase in enumerate(phases):
         if phase.n_granules * phase.granule_tiles == 0:
             continue
-        position = _positions(phase, schedule, index, first_of_phase[index])
+        position = _positions(phase, schedule, index, first_of_phase[index], batch_granules)
         tile_index[position.ravel()] = np.arange(first_tile, first_tile + position.size)
         weights.append(WeightTiles(index, first_tile, position.size))
         first_tile += position.size
@@ -160,7 +158,7 @@ def _tape(
 
 
 def _positions(
-    phase: PhaseTasks, schedule: Schedule, index: int, first_of_phase: NDArray[np.int64]
+    phase: PhaseTasks, schedule: Schedule, index: int, first_of_phase: NDArray[np.int64], batch_granules: int
 ) -> NDArray[np.int64]:
     """[n_granules, granule_tiles] where on the tape each tile of a weight lies.
 
@@ -171,12 +169,12 @@ def _positions(
     sm = np.repeat(np.arange(len(n_granules)), n_granules)  # [n_granules]
     nth = np.arange(phase.n_granules) - schedule.first_granule[index][sm]  # of the SM's granules
     group = (schedule.first_group[index][sm] + nth) % n_groups
-    batch, place = np.divmod(nth // n_groups, BATCH_GRANULES)
+    batch, place = np.divmod(nth // n_groups, batch_granules)
     in_group = (n_granules[sm] - nth % n_groups + n_groups - 1) // n_groups  # granules of this group
-    in_batch = np.minimum(BATCH_GRANULES, in_group - batch * BATCH_GRANULES)
+    in_batch = np.minimum(batch_granules, in_group - batch * batch_granules)
     k_warp, tile = np.divmod(np.arange(phase.granule_tiles), slice_tiles)  # [granule_tiles]
     first = first_of_phase[sm[:, None], group[:, None] * phase.k_warps + k_warp]
-    first_of_batch = batch * BATCH_GRANULES * slice_tiles
+    first_of_batch = batch * batch_granules * slice_tiles
     return np.asarray(first + first_of_batch[:, None] + tile * in_batch[:, None] + place[:, None])
 
 

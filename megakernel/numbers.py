@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .isa import N_WARPS, STATS_ELEMENTS, TILE_K
+from .isa import STATS_ELEMENTS, TILE_K
 
 _HALF_BF16 = np.uint32(0x7FFF)
 _QUIET_NAN_BITS = np.uint16(0x7FC0)
@@ -59,9 +59,9 @@ def word_float(word: int) -> float:
     return float(np.uint32(word).view(np.float32))
 
 
-def k_warps(k: int) -> int:
-    """How many warps share one granule of ``k`` columns: the largest power of two that cuts it into whole tiles."""
-    n = N_WARPS
+def k_warps(k: int, n_warps: int) -> int:
+    """How many of ``n_warps`` share a granule of ``k`` columns: the largest power of two that leaves whole tiles."""
+    n = n_warps
     while (k // TILE_K) % n:
         n //= 2
     return n
@@ -101,9 +101,9 @@ def sum_in_order(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return sums
 
 
-def linear_sums(x: NDArray[np.float32], weight: NDArray[np.float32]) -> NDArray[np.float32]:
+def linear_sums(x: NDArray[np.float32], weight: NDArray[np.float32], n_warps: int) -> NDArray[np.float32]:
     """x [rows, K] bfloat16 times weight [n, K] bfloat16 → [rows, n]: each warp's part of K, then the warps in order."""
-    n_parts = k_warps(x.shape[1])
+    n_parts = k_warps(x.shape[1], n_warps)
     x_parts = x.reshape(x.shape[0], n_parts, -1).swapaxes(0, 1)  # [warps, rows, k]
     weight_parts = weight.reshape(weight.shape[0], n_parts, -1).swapaxes(0, 1)  # [warps, n, k]
     return add_in_order(accumulate(x_parts, weight_parts))

@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .errors import CompileError
-from .isa import GRANULE_ROWS
+from .isa import (
+    GRANULE_ROWS,
+    LOOP_BATCH_GRANULES,
+    LOOP_WARPS,
+    TRANSDUCER_BATCH_GRANULES,
+    TRANSDUCER_WARPS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,16 @@ class Sizes:
     mark_begin: int  # first marker; n_tokens if there are none
     max_slots: int = 8
     transducer: Transducer | None = None
+
+    @property
+    def n_warps(self) -> int:
+        """Of the block that an SM runs."""
+        return LOOP_WARPS if self.transducer is None else TRANSDUCER_WARPS
+
+    @property
+    def batch_granules(self) -> int:
+        """Granules whose sums a warp keeps in registers at a time."""
+        return LOOP_BATCH_GRANULES if self.transducer is None else TRANSDUCER_BATCH_GRANULES
 
     @staticmethod
     def for_transducer(*, width: int, n_layers: int, n_tokens: int, max_slots: int, transducer: Transducer) -> "Sizes":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .isa import N_WARPS, TILE_BYTES, Op, Phase
+from .isa import TILE_BYTES, Op, Phase
 from .program import Program, padding_bytes, weight_bytes
 from .schedule import balance
 from .tasks import HEAD_SIZE, cross_unit_sm, self_unit_sm
@@ -59,7 +59,7 @@ def predict(
             waits[index + 1] = visible[op] > words[Phase.BLOCK]  # a row of one block needs no COMBINE
     total_bytes = int(weights.sum() + caches.sum())
     bandwidth = program.target.bandwidth_gb_s
-    ring_bytes = program.ring_tiles * N_WARPS * TILE_BYTES
+    ring_bytes = program.ring_tiles * program.sizes.n_warps * TILE_BYTES
     return Prediction(
         n_slots=n_slots,
         n_positions=n_positions,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .errors import CompileError
 from .graph import Sizes
-from .isa import GRANULE_ROWS, N_WARPS, PROGRAM_VERSION, TILE_BYTES, TILE_K, Flag, Op, Phase, Task
+from .isa import GRANULE_ROWS, PROGRAM_VERSION, TILE_BYTES, TILE_K, Flag, Op, Phase, Task
 from .memory import N_REPLICAS, Buffers, Memory, WeightTiles, kept_granules
 from .ops import FusedAttention, FusedOp
 from .schedule import Schedule, balance, granules_of_group
@@ -38,7 +38,7 @@ class Program:
     tasks: NDArray[np.uint32]  # [n_sms, n_phases, TASK_WORDS]
     weights: tuple[WeightTiles, ...]
     tile_index: NDArray[np.int64]  # [n_tiles] of the tape, into the concatenation of all weights' tiles
-    warp_tiles: NDArray[np.uint32]  # [n_sms, N_WARPS, 2] first tile, number of tiles
+    warp_tiles: NDArray[np.uint32]  # [n_sms, n_warps, 2] first tile, number of tiles
     aux_granules: int  # of the SM that has most
     linear_aux_granules: int  # of these, the ones of LINEAR phases, which come first; on the SM that has most
     aux_in_shared: bool  # whether an SM has room for those; else they stay in global memory
@@ -139,7 +139,7 @@ def verify(program: Program) -> None:
     _verify_shapes(program)
     kept: dict[tuple[int, int], NDArray[np.uint32]] = {}  # what rows stay with → their granules
     aux = np.zeros(program.target.n_sms, np.int64)
-    n_tiles = np.zeros((program.target.n_sms, N_WARPS), np.int64)
+    n_tiles = np.zeros((program.target.n_sms, program.sizes.n_warps), np.int64)
     for index in range(len(program.phases)):
         words, tasks = program.phases[index], program.tasks[:, index]
         if words[Phase.OP] not in WEIGHT_OPS:
@@ -148,7 +148,7 @@ def verify(program: Program) -> None:
             continue
         _verify_tasks(program, index, aux)
         aux += tasks[:, Task.N_GRANULES]
-        n_tiles += _tiles_of_warps(words, tasks)
+        n_tiles += _tiles_of_warps(words, tasks, program.sizes.n_warps)
         is_cells = words[Phase.OP] in (Op.LSTM, Op.RECUR)
         if words[Phase.FLAGS] & Flag.RESIDUAL or is_cells:
             rows, owner = tasks[:, : Task.N_GRANULES + 1], (int(is_cells), int(words[Phase.LAYER]) * is_cells)
@@ -167,7 +167,7 @@ def _verify_shapes(program: Program) -> None:
     wanted: dict[str, tuple[NDArray[np.uint32] | NDArray[np.int64], tuple[int, ...]]] = {
         "phases": (program.phases, (n_phases, len(Phase))),
         "tasks": (program.tasks, (n_sms, n_phases, len(Task))),
-        "warp_tiles": (program.warp_tiles, (n_sms, N_WARPS, 2)),
+        "warp_tiles": (program.warp_tiles, (n_sms, program.sizes.n_warps, 2)),
         "tile_index": (program.tile_index, (n_tiles,)),
     }
     for name, (array, shape) in wanted.items():
@@ -179,21 +179,21 @@ def _verify_shapes(program: Program) -> None:
 
 def _verify_tasks(program: Program, index: int, aux: NDArray[np.int64]) -> None:
     words, tasks = program.phases[index], program.tasks[:, index].astype(np.int64)
-    n, has = tasks[:, Task.N_GRANULES], tasks[:, Task.N_GRANULES] > 0
+    n, has, n_warps = tasks[:, Task.N_GRANULES], tasks[:, Task.N_GRANULES] > 0, program.sizes.n_warps
     ends = np.cumsum(n)
     if ends[-1] != -(-int(words[Phase.N]) // GRANULE_ROWS) or (tasks[has, Task.FIRST_GRANULE] != (ends - n)[has]).any():
         raise _broken(program, index, "every granule lies on one SM, in the SMs' order")
     if (tasks[has, Task.AUX] != aux[has]).any() or (aux + n > program.aux_granules).any():
         raise _broken(program, index, "row sums and biases follow those of the phase before")
-    if (tasks[:, Task.FIRST_GROUP] * words[Phase.K_WARPS] >= N_WARPS).any():
-        raise _broken(program, index, f"the first group is one of {N_WARPS // int(words[Phase.K_WARPS])}")
+    if (tasks[:, Task.FIRST_GROUP] * words[Phase.K_WARPS] >= n_warps).any():
+        raise _broken(program, index, f"the first group is one of {n_warps // int(words[Phase.K_WARPS])}")
 
 
-def _tiles_of_warps(words: NDArray[np.uint32], tasks: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """[n_sms, N_WARPS] tiles that each warp reads in one phase."""
+def _tiles_of_warps(words: NDArray[np.uint32], tasks: NDArray[np.uint32], n_warps: int) -> NDArray[np.int64]:
+    """[n_sms, n_warps] tiles that each warp reads in one phase."""
     k_warps = int(words[Phase.K_WARPS])
     n, first = tasks[:, Task.N_GRANULES].astype(np.int64), tasks[:, Task.FIRST_GROUP].astype(np.int64)
-    of_group = granules_of_group(n, first, N_WARPS // k_warps)
+    of_group = granules_of_group(n, first, n_warps // k_warps)
     return np.repeat(of_group * (int(words[Phase.K]) // TILE_K // k_warps), k_warps, axis=1)
 
 

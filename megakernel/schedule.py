@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import CompileError
-from .isa import N_WARPS, TILE_BYTES, Flag, Op
+from .isa import TILE_BYTES, Flag, Op
 from .target import Target
 from .tasks import PhaseTasks
 
@@ -88,13 +88,13 @@ def _rotate(phases: Sequence[PhaseTasks], n_granules: NDArray[np.int64]) -> NDAr
     """The first group of every phase and SM, such that the fullest warp so far is as empty as can be."""
     n_sms = n_granules.shape[1]
     first_group = np.zeros_like(n_granules)
-    warp_tiles = np.zeros((n_sms, N_WARPS), np.int64)
+    warp_tiles = np.zeros((n_sms, _n_warps(phases)), np.int64)
     for index, phase in enumerate(phases):
         if phase.n_granules == 0:
             continue
         firsts = np.arange(phase.n_groups)[:, None].repeat(n_sms, axis=1)
         choices = _tiles_of_warps(phase, np.broadcast_to(n_granules[index], firsts.shape), firsts)
-        after = warp_tiles + choices  # [n_groups, n_sms, N_WARPS]
+        after = warp_tiles + choices  # [n_groups, n_sms, n_warps]
         first_group[index] = np.where(n_granules[index] > 0, (after**2).sum(axis=2).argmin(axis=0), 0)
         warp_tiles = after[first_group[index], np.arange(n_sms)]
     return first_group
@@ -110,18 +110,23 @@ def granules_of_group(
     return (n_granules[..., None] - turn + n_groups - 1) // n_groups
 
 
+def _n_warps(phases: Sequence[PhaseTasks]) -> int:
+    """Of the block; every phase with a weight uses them all."""
+    return max(phase.k_warps * phase.n_groups for phase in phases)
+
+
 def _tiles_of_warps(
     phase: PhaseTasks, n_granules: NDArray[np.int64], first_group: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """[...] and [...] → [..., N_WARPS] tiles that each warp reads in this phase."""
+    """[...] and [...] → [..., n_warps] tiles that each warp reads in this phase."""
     of_group = granules_of_group(n_granules, first_group, phase.n_groups)
     return np.repeat(of_group * (phase.granule_tiles // phase.k_warps), phase.k_warps, axis=-1)
 
 
 def tiles_of_warps(phases: Sequence[PhaseTasks], schedule: Schedule) -> NDArray[np.int64]:
-    """[n_phases, n_sms, N_WARPS] tiles that each warp reads."""
+    """[n_phases, n_sms, n_warps] tiles that each warp reads."""
     n_phases, n_sms = schedule.n_granules.shape
-    tiles = np.zeros((n_phases, n_sms, N_WARPS), np.int64)
+    tiles = np.zeros((n_phases, n_sms, _n_warps(phases)), np.int64)
     for index, phase in enumerate(phases):
         if phase.n_granules:
             tiles[index] = _tiles_of_warps(phase, schedule.n_granules[index], schedule.first_group[index])

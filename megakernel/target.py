@@ -6,14 +6,14 @@ does) and nothing about models.
 
 from dataclasses import dataclass
 
-from .isa import MAX_ROWS, N_WARPS, TILE_BYTES, X_ROW_PAD_BYTES
+from .isa import LOOP_WARPS, MAX_ROWS, TILE_BYTES, X_ROW_PAD_BYTES
 
 X_CHUNK_ELEMENTS = 1280  # of one row of activations that shared memory holds at MAX_ROWS; fewer rows hold more
 SUMS_BYTES = 16384  # partial sums of the warps, attention's scratch with the activations' part
 MISC_BYTES = 16384  # records, rows, statistics, the residual stream; a program with more takes it from the ring
 MIN_RING_TILES = 2
 # More does harm: what shared memory leaves is the L1, and the kernel needs one (measured on an H200: README.md).
-MAX_RING_TILES = 30
+MAX_RING_TILES = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Target:
         return self.max_rows * (X_CHUNK_ELEMENTS * 2 + X_ROW_PAD_BYTES)
 
     def ring_tiles(self, misc_bytes: int = MISC_BYTES) -> int:
-        """How many tiles each warp loads ahead, beside so many bytes of records and rows."""
+        """How many tiles each warp of the token loop loads ahead, beside so many bytes of records and rows."""
         room_bytes = self.shared_bytes - self.x_bytes - SUMS_BYTES - misc_bytes
-        return min(MAX_RING_TILES, room_bytes // (N_WARPS * TILE_BYTES))
+        return min(MAX_RING_TILES, room_bytes // (LOOP_WARPS * TILE_BYTES))
 
 
 # Bandwidths are 0.9 of the data sheets', as measured on an H200 (copy 4.16, stream 4.3 TB/s of 4.8).

@@ -10,7 +10,7 @@ from typing import assert_never
 
 from .errors import CompileError
 from .graph import Sizes
-from .isa import GATES, GRANULE_ROWS, N_WARPS, TILE_BYTES, TILE_K, Flag, Op
+from .isa import GATES, GRANULE_ROWS, TILE_BYTES, TILE_K, Flag, Op
 from .numbers import k_warps
 from .ops import (
     FusedAttention,
@@ -45,6 +45,7 @@ class PhaseTasks:
     k: int = 0  # elements of an input row
     n: int = 0  # elements of an output row; HEAD, SELECT: tokens
     k_warps: int = 0
+    n_groups: int = 0  # of warps, which take different granules
     layer: int = 0
     n_heads: int = 0
     block: int = 0
@@ -67,11 +68,6 @@ class PhaseTasks:
         """Bytes of one granule's weights."""
         return self.granule_tiles * TILE_BYTES
 
-    @property
-    def n_groups(self) -> int:
-        """Groups of warps that take different granules."""
-        return N_WARPS // self.k_warps
-
 
 def split_into_tasks(ops: Sequence[FusedOp], sizes: Sizes) -> tuple[PhaseTasks, ...]:
     """The phases of one step, in order. Raises CompileError for ops that no phase can do."""
@@ -80,20 +76,17 @@ def split_into_tasks(ops: Sequence[FusedOp], sizes: Sizes) -> tuple[PhaseTasks, 
     for op_index, op in enumerate(ops):
         match op:
             case FusedLinear():
-                phases.append(_linear(op, op_index, has_stream=has_stream))
+                phases.append(_linear(op, op_index, sizes, has_stream=has_stream))
             case FusedAttention():
                 phases += _attention(op, op_index)
             case FusedHead():
-                phases += _head(op, op_index)
+                phases += _head(op, op_index, sizes)
             case FusedLstm():
-                phases.append(_lstm(op, op_index))
+                phases.append(_lstm(op, op_index, sizes))
             case FusedRecurrence():
-                k_of = k_warps(op.k)
-                phases.append(
-                    PhaseTasks(op.name, Op.RECUR, op_index, op.x, k=op.k, n=op.n, k_warps=k_of, layer=op.layer)
-                )
+                phases.append(_weighted(op, Op.RECUR, op_index, sizes, Flag(0), layer=op.layer))
             case FusedJoint():
-                phases += _joint(op, op_index)
+                phases += _joint(op, op_index, sizes)
             case _:
                 assert_never(op)
     result = tuple(phases)
@@ -102,14 +95,29 @@ def split_into_tasks(ops: Sequence[FusedOp], sizes: Sizes) -> tuple[PhaseTasks, 
     return result
 
 
-def _linear(op: FusedLinear, op_index: int, *, has_stream: bool) -> PhaseTasks:
+def _linear(op: FusedLinear, op_index: int, sizes: Sizes, *, has_stream: bool) -> PhaseTasks:
     flags = Flag(0)
     if op.embed is not None:
         flags |= Flag.EMBED | (Flag.STREAM if has_stream else Flag(0))
     flags |= _norm_flag(op.norm)
     flags |= Flag.GELU if op.gelu else Flag(0)
     flags |= Flag.RESIDUAL if op.residual else Flag(0)
-    return PhaseTasks(op.name, Op.LINEAR, op_index, op.x, flags, k=op.k, n=op.n, k_warps=k_warps(op.k))
+    return _weighted(op, Op.LINEAR, op_index, sizes, flags)
+
+
+def _weighted(
+    op: FusedLinear | FusedHead | FusedLstm | FusedRecurrence | FusedJoint,
+    kind: Op,
+    op_index: int,
+    sizes: Sizes,
+    flags: Flag,
+    *,
+    layer: int = 0,
+) -> PhaseTasks:
+    """A phase that multiplies rows with the op's weight."""
+    of_granule = k_warps(op.k, sizes.n_warps)
+    n_groups = sizes.n_warps // of_granule
+    return PhaseTasks(op.name, kind, op_index, op.x, flags, op.k, op.n, of_granule, n_groups, layer)
 
 
 def _norm_flag(norm: Norm | None) -> Flag:
@@ -148,19 +156,19 @@ def _attention(op: FusedAttention, op_index: int) -> list[PhaseTasks]:
     return [attend, combine]
 
 
-def _head(op: FusedHead, op_index: int) -> list[PhaseTasks]:
-    head = PhaseTasks(op.name, Op.HEAD, op_index, op.x, _norm_flag(op.norm), k=op.k, n=op.n, k_warps=k_warps(op.k))
+def _head(op: FusedHead, op_index: int, sizes: Sizes) -> list[PhaseTasks]:
+    head = _weighted(op, Op.HEAD, op_index, sizes, _norm_flag(op.norm))
     return [head, PhaseTasks("select", Op.SELECT, op_index, op.name, n=op.n)]
 
 
-def _lstm(op: FusedLstm, op_index: int) -> PhaseTasks:
+def _lstm(op: FusedLstm, op_index: int, sizes: Sizes) -> PhaseTasks:
     if op.token_table is not None:  # a row of a table: granules, but no tiles
-        return PhaseTasks(op.name, Op.LSTM, op_index, None, Flag.EMBED, n=op.n, k_warps=N_WARPS, layer=op.layer)
-    return PhaseTasks(op.name, Op.LSTM, op_index, op.x, k=op.k, n=op.n, k_warps=k_warps(op.k), layer=op.layer)
+        return PhaseTasks(op.name, Op.LSTM, op_index, None, Flag.EMBED, 0, op.n, sizes.n_warps, 1, op.layer)
+    return _weighted(op, Op.LSTM, op_index, sizes, Flag(0), layer=op.layer)
 
 
-def _joint(op: FusedJoint, op_index: int) -> list[PhaseTasks]:
-    joint = PhaseTasks(op.name, Op.JOINT, op_index, op.x, k=op.k, n=op.n, k_warps=k_warps(op.k))
+def _joint(op: FusedJoint, op_index: int, sizes: Sizes) -> list[PhaseTasks]:
+    joint = _weighted(op, Op.JOINT, op_index, sizes, Flag(0))
     return [joint, PhaseTasks("transduce", Op.TRANSDUCE, op_index, op.name, n=op.n)]
 
 

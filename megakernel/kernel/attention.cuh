@@ -20,40 +20,36 @@ __device__ __forceinline__ u32 blocks_of(const Slot& slot, u32 position) {
     return CROSS ? (slot.n_positions + CROSS_BLOCK - 1) / CROSS_BLOCK : position / SELF_BLOCK + 1;
 }
 
-// Calls ``work(unit)`` for this SM's units of one slot. Self attention counts them block after block, so that a short
-// slot's heads lie on neighbouring SMs; cross attention head after head.
-template <bool CROSS, class Work>
-__device__ __forceinline__ void for_units(const Machine m, u32 slot_index, u32 n_heads, u32 n_blocks, u32 needed,
-                                          Work work) {
-    const u32 base = slot_index * n_heads * n_blocks;
-    const u32 end = CROSS ? n_heads * n_blocks : n_heads * needed;
-    for (u32 i = (m.sm() + N_SMS - base % N_SMS) % N_SMS; i < end; i += N_SMS) {
-        Unit unit = {slot_index, CROSS ? i / n_blocks : i % n_heads, CROSS ? i % n_blocks : i / n_heads};
-        if (unit.block < needed) work(unit);
+// A unit's number counts a slot's units from those of the slots before it on; every N_SMS-th is an SM's. Self attention
+// counts block after block, so that a short slot's heads lie on neighbouring SMs; cross attention head after head.
+template <bool CROSS>
+struct Units {
+    static constexpr u32 POSITIONS = CROSS ? N_CROSS_POSITIONS : N_POSITIONS, BLOCK = CROSS ? CROSS_BLOCK : SELF_BLOCK;
+    static constexpr u32 BLOCKS = (POSITIONS + BLOCK - 1) / BLOCK, OF_SLOT = N_HEADS * BLOCKS, END = MAX_SLOTS * OF_SLOT;
+
+    static __device__ __forceinline__ Unit unit(u32 number) {
+        const u32 slot = number / OF_SLOT, i = number % OF_SLOT;
+        return {slot, CROSS ? i / BLOCKS : i % N_HEADS, CROSS ? i % BLOCKS : i / N_HEADS};
     }
+    // This SM's first in a slot.
+    static __device__ __forceinline__ u32 first(const Machine m, u32 slot) {
+        const u32 base = slot * OF_SLOT;
+        return base + (m.sm() + N_SMS - base % N_SMS) % N_SMS;
+    }
+    // Positions that some row of the slot may look at, 0 if it has none.
+    static __device__ __forceinline__ u32 limit(const Machine m, const Slot& slot) {
+        if (slot.n_rows == 0) return 0;
+        return CROSS ? slot.n_positions : m.misc().state.rows[slot.first_row].position + slot.n_rows;
+    }
+};
+
+// A bit for each slot that has rows in this step.
+__device__ __forceinline__ u32 slots_with_rows(const Machine m) {
+    return __ballot_sync(0xffffffffu, m.lane() < MAX_SLOTS && m.misc().state.slots[m.lane() % MAX_SLOTS].n_rows != 0);
 }
 
 __device__ __forceinline__ u64 cache_offset(u32 slot, u32 layer, u32 is_value, u32 head, u32 n_positions) {
     return ((((u64)slot * N_LAYERS + layer) * 2 + is_value) * N_HEADS + head) * n_positions * HEAD_SIZE;
-}
-
-__device__ __forceinline__ void prefetch_cross(const Machine m, u32 layer) {
-    const u32 n_blocks = (N_CROSS_POSITIONS + CROSS_BLOCK - 1) / CROSS_BLOCK;
-    for (u32 s = 0; s < MAX_SLOTS; s++) {
-        const Slot& slot = m.misc().state.slots[s];
-        if (slot.n_rows == 0) continue;
-        for_units<true>(m, s, N_HEADS, n_blocks, blocks_of<true>(slot, 0), [&](Unit unit) {
-            const u64 to_values = (u64)N_HEADS * N_CROSS_POSITIONS * HEAD_SIZE;
-            for (u32 i = m.thread(); i < CROSS_BLOCK; i += N_THREADS) {  // a position is a line of 128 bytes
-                if (unit.block * CROSS_BLOCK + i >= slot.n_positions) break;
-                const u16* key = m.at<const u16>(PARAMETER_CROSS_CACHE) +
-                                 cache_offset(s, layer, 0, unit.head, N_CROSS_POSITIONS) +
-                                 (unit.block * CROSS_BLOCK + i) * HEAD_SIZE;
-                prefetch_l2(key);
-                prefetch_l2(key + to_values);
-            }
-        });
-    }
 }
 
 struct Piece {  // 8 elements of an exchanged row, asked for and perhaps not there yet
@@ -70,13 +66,42 @@ struct Piece {  // 8 elements of an exchanged row, asked for and perhaps not the
     }
 };
 
-// What a warp sees of a block, in groups of 8 positions.
+// What a warp sees of a block, in groups of 8 positions. Where a block has not enough of them for all warps, an SM's units
+// are seen by as many teams of warps in turn.
 template <bool CROSS>
 struct Share {
     static constexpr u32 BLOCK = CROSS ? CROSS_BLOCK : SELF_BLOCK;
     static constexpr u32 GROUPS = BLOCK / 8 / N_WARPS < 2 ? 2 : BLOCK / 8 / N_WARPS;
-    static constexpr u32 POSITIONS = GROUPS * 8, BUSY_WARPS = BLOCK / POSITIONS;
+    static constexpr u32 POSITIONS = GROUPS * 8, WARPS = BLOCK / POSITIONS, TEAMS = N_WARPS / WARPS;
+
+    // Always the same of a unit, so that keys and values are read by the threads that wrote them.
+    static __device__ __forceinline__ bool is_own(const Machine m, u32 number) {
+        return number / N_SMS % TEAMS == m.warp() / WARPS;
+    }
+    static __device__ __forceinline__ u32 warp(const Machine m) { return m.warp() % WARPS; }
 };
+
+// Asks the L2 for what the warp will see of a unit: a position's keys or values of one head are a line.
+template <bool CROSS>
+__device__ __forceinline__ void prefetch_unit(const Machine m, u32 layer, u32 number) {
+    constexpr u32 OWN = Share<CROSS>::POSITIONS;
+    if (number >= Units<CROSS>::END || !Share<CROSS>::is_own(m, number)) return;
+    const Unit unit = Units<CROSS>::unit(number);
+    const u32 limit = Units<CROSS>::limit(m, m.misc().state.slots[unit.slot]);
+    const u16* cache = m.at<u16>(CROSS ? PARAMETER_CROSS_CACHE : PARAMETER_SELF_CACHE);
+#pragma unroll
+    for (u32 line = m.lane(); line < 2 * OWN; line += 32) {
+        const u32 position = unit.block * Units<CROSS>::BLOCK + Share<CROSS>::warp(m) * OWN + line % OWN;
+        if (position < limit)
+            prefetch_l2(cache + cache_offset(unit.slot, layer, line / OWN, unit.head, Units<CROSS>::POSITIONS) +
+                        position * HEAD_SIZE);
+    }
+}
+
+// The same for this SM's first unit of cross attention.
+__device__ __forceinline__ void prefetch_first(const Machine m, u32 layer) {
+    prefetch_unit<true>(m, layer, Units<true>::first(m, __ffs(slots_with_rows(m)) - 1));
+}
 
 // A group's keys or values: [8 positions][32 dimensions] of both halves of the head. Lane (n = lane / 4, j = lane % 4)
 // has dimensions 8 j to 8 j + 7 of position n.
@@ -101,10 +126,10 @@ __device__ __forceinline__ void keep_new(const Machine m, const u64* from, u32 e
     }
 }
 
-// One warp's positions for up to 8 rows: its shares to ``shares`` [row][warp][pair] and ``stats`` [row][warp]. This lane
-// has row ``row`` of them and positions 2 j and 2 j + 1 of each group.
+// One warp's positions for some rows: its shares to ``shares`` [row][warp][pair] and ``stats`` [row][warp]. This lane
+// has row ``row`` there, if ``is_row``, and positions 2 j and 2 j + 1 of each group.
 template <bool CROSS, u32 GROUPS>
-__device__ __forceinline__ void see_positions(const Machine m, const uint4 (&q)[2], const Held (&keys)[GROUPS],
+__device__ __forceinline__ void see_positions(const Machine m, u32 warp, const uint4 (&q)[2], const Held (&keys)[GROUPS],
                                               const Held (&values)[GROUPS], u32 row, bool is_row, u32 begin, u32 seen,
                                               u32 n_plain, float tail_bias, float* dump, float2* shares, float2* stats) {
     float s[GROUPS][4] = {};
@@ -132,7 +157,7 @@ __device__ __forceinline__ void see_positions(const Machine m, const uint4 (&q)[
     for (u32 i = 0; i < 2 * GROUPS; i++) total += s[i / 2][i % 2] = expf(s[i / 2][i % 2] - base);
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);
-    if (is_row && (m.lane() & 3) == 0) stats[row * N_WARPS + m.warp()] = make_float2(top, total);
+    if (is_row && (m.lane() & 3) == 0) stats[row * N_WARPS + warp] = make_float2(top, total);
     // the weights as the left operand, in two bfloat16 parts each, so that next to nothing of them is lost
     u32 coarse[GROUPS], fine[GROUPS];
 #pragma unroll
@@ -140,7 +165,7 @@ __device__ __forceinline__ void see_positions(const Machine m, const uint4 (&q)[
         coarse[g] = pack_bf16(s[g][0], s[g][1]);
         fine[g] = pack_bf16(s[g][0] - low_bf16(coarse[g]), s[g][1] - high_bf16(coarse[g]));
     }
-    float2* to = shares + (row * N_WARPS + m.warp()) * (HEAD_SIZE / 2) + (m.lane() & 3) * 4;
+    float2* to = shares + (row * N_WARPS + warp) * (HEAD_SIZE / 2) + (m.lane() & 3) * 4;
 #pragma unroll
     for (u32 t = 0; t < 2; t++) {
         float d[4][4] = {};  // dimensions 8 j + 2 i and the next, of each j
@@ -161,67 +186,78 @@ __device__ __forceinline__ void see_positions(const Machine m, const uint4 (&q)[
     }
 }
 
-// The block's result for some rows from the warps' shares: several (row, pair) a warp, lane k of each part weighs warp
-// k's share.
+// Results of rows and units whose shares lie in shared memory until all warps have left theirs: while a warp sees its
+// positions of one unit, others are at the next already.
+struct Kept {
+    static constexpr u32 ROW_BYTES = (N_WARPS * (HEAD_SIZE / 2) + N_WARPS) * sizeof(float2);
+    static constexpr u32 MOST = 8 * ROW_BYTES <= X_BYTES ? 8 : 4;  // of which the matrix instruction takes 8
+    u32 n;
+    u32 place;  // of lane i: the i-th's row, head, block and its row's number of blocks, a byte each
+    bool has_dumped;
+};
+
+// One warp a result, from the shares of all in their order.
 template <bool CROSS>
-__device__ __forceinline__ void publish_block(const Machine m, const Unit& unit, u32 slot_row, u32 first_position,
-                                              u32 n_rows, const float2* shares, const float2* stats) {
-    constexpr u32 BUSY_WARPS = Share<CROSS>::BUSY_WARPS, PAIRS = HEAD_SIZE / 2, PARTS = 32 / N_WARPS;
-    const Slot& slot = m.misc().state.slots[unit.slot];
-    const u32 k = m.lane() % N_WARPS, epoch = m.epoch + m.field(PHASE_EPOCH);
-#pragma unroll 1
-    for (u32 i = m.warp() * PARTS + m.lane() / N_WARPS; i < n_rows * PAIRS; i += PARTS * N_WARPS) {
-        const u32 r = i / PAIRS, pair = i % PAIRS;
-        float2 mine = make_float2(NEGATIVE_INFINITY, 0), share = make_float2(0, 0);
-        if (k < BUSY_WARPS) {
-            mine = stats[r * N_WARPS + k];
-            share = shares[(r * N_WARPS + k) * PAIRS + pair];
-        }
-        const float best = largest(mine.x), weight = mine.x == NEGATIVE_INFINITY ? 0.0f : expf(mine.x - best);
-        float whole = mine.y * weight;
-        share.x *= weight;
-        share.y *= weight;
-#pragma unroll
-        for (int mask = N_WARPS / 2; mask; mask >>= 1) {
-            whole += __shfl_xor_sync(0xffffffffu, whole, mask);
-            share.x += __shfl_xor_sync(0xffffffffu, share.x, mask);
-            share.y += __shfl_xor_sync(0xffffffffu, share.y, mask);
-        }
-        const u32 row = slot_row + r, payload = pack_bf16(share.x / whole, share.y / whole);
-        const u32 n_blocks = blocks_of<CROSS>(slot, first_position + r);
-        if (unit.block >= n_blocks || m.misc().dead) continue;  // the row does not look so far
-        if (n_blocks == 1) {
-            if (k < N_REPLICAS)
-                publish(words(m) + m.field(PHASE_OUTPUT) + (k * TARGET_ROWS + row) * (N_HEADS * PAIRS) + unit.head * PAIRS + pair,
-                        payload, epoch + 1);
-        } else {
-            u64* to = words(m) + m.field(PHASE_PARTIAL) +
-                      ((row * N_HEADS + unit.head) * m.field(PHASE_N_BLOCKS) + unit.block) * BLOCK_WORDS;
-            if (k == 0) publish(to + BLOCK_STATS_WORDS + pair, payload, epoch);
-            if (pair == 0 && k < 2) publish(to + k, __float_as_uint(k == 0 ? best : whole), epoch);
-        }
+__device__ __forceinline__ void publish_kept(const Machine m, const Kept& kept, const float2* shares, const float2* stats) {
+    constexpr u32 WARPS = Share<CROSS>::WARPS, PAIRS = HEAD_SIZE / 2;
+    static_assert(PAIRS == 32 && Kept::MOST <= N_WARPS, "a warp has a result, a lane a pair");
+    const u32 i = m.warp(), place = __shfl_sync(0xffffffffu, kept.place, i % 32);
+    const u32 row = place & 255, head = place >> 8 & 255, block = place >> 16 & 255, n_blocks = place >> 24;
+    if (i >= kept.n || block >= n_blocks) return;  // the latter: the row does not look so far
+    float2 mine = make_float2(NEGATIVE_INFINITY, 0);
+    if (m.lane() < WARPS) mine = stats[i * N_WARPS + m.lane()];
+    const float best = largest(mine.x), weight = mine.x == NEGATIVE_INFINITY ? 0.0f : expf(mine.x - best);
+    const float whole = sum_of(mine.y * weight);
+    float2 sum = make_float2(0, 0);
+#pragma unroll 4
+    for (u32 k = 0; k < WARPS; k++) {
+        const float of = __shfl_sync(0xffffffffu, weight, k);
+        const float2 share = shares[(i * N_WARPS + k) * PAIRS + m.lane()];
+        sum.x = fmaf(of, share.x, sum.x);
+        sum.y = fmaf(of, share.y, sum.y);
+    }
+    if (m.misc().dead) return;
+    const u32 epoch = m.epoch + m.field(PHASE_EPOCH), payload = pack_bf16(sum.x / whole, sum.y / whole);
+    if (n_blocks == 1) {
+        publish_row(m, m.field(PHASE_OUTPUT), N_HEADS * HEAD_SIZE, row, head * PAIRS + m.lane(), payload, epoch + 1);
+    } else {
+        u64* to = words(m) + m.field(PHASE_PARTIAL) +
+                  ((row * N_HEADS + head) * m.field(PHASE_N_BLOCKS) + block) * BLOCK_WORDS;
+        publish(to + BLOCK_STATS_WORDS + m.lane(), payload, epoch);
+        if (m.lane() < 2) publish(to + m.lane(), __float_as_uint(m.lane() == 0 ? best : whole), epoch);
     }
 }
 
 template <bool CROSS>
-__device__ __forceinline__ void attend_unit(const Machine m, const Unit& unit) {
+__device__ __forceinline__ void flush(const Machine m, Kept& kept, const float2* shares, const float2* stats) {
+    if (CROSS && kept.has_dumped) __threadfence();  // the host reads the scores once the slot is done
+    __syncthreads();
+    publish_kept<CROSS>(m, kept, shares, stats);
+    __syncthreads();  // the next rows or a linear take the scratch
+    kept = {};
+}
+
+template <bool CROSS>
+__device__ __forceinline__ void attend_unit(const Machine m, u32 number, u32 limit, Kept& kept) {
     constexpr u32 WIDE = N_HEADS * HEAD_SIZE, Q_WIDE = CROSS ? WIDE : 3 * WIDE;
-    constexpr u32 POSITIONS = CROSS ? N_CROSS_POSITIONS : N_POSITIONS, GROUPS = Share<CROSS>::GROUPS;
+    constexpr u32 POSITIONS = Units<CROSS>::POSITIONS, GROUPS = Share<CROSS>::GROUPS;
+    const Unit unit = Units<CROSS>::unit(number);
     const Slot& slot = m.misc().state.slots[unit.slot];
     const u32 n_rows = slot.n_rows, slot_row = slot.first_row;
     const u32 first_position = m.misc().state.rows[slot_row].position;
     const u32 input_epoch = m.epoch + m.field(PHASE_INPUT_EPOCH), dumped = CROSS ? m.field(PHASE_SCORE_HEADS) : 0;
-    const u32 limit = CROSS ? slot.n_positions : first_position + n_rows;  // positions that some row may look at
-    const u32 row = m.lane() >> 2, begin = unit.block * Share<CROSS>::BLOCK + m.warp() * Share<CROSS>::POSITIONS;
-    const bool is_busy = m.warp() < Share<CROSS>::BUSY_WARPS;
+    const u32 row = m.lane() >> 2, warp = Share<CROSS>::warp(m);
+    const u32 begin = unit.block * Units<CROSS>::BLOCK + warp * Share<CROSS>::POSITIONS;
+    const bool is_own = Share<CROSS>::is_own(m, number);
     // where this lane's elements lie in the slot's first row, and in a position of the cache
-    const u64* const from = row_words(m, m.field(PHASE_INPUT), Q_WIDE, slot_row) + (unit.head * HEAD_SIZE + (m.lane() & 3) * 8) / 2;
+    const u64* const from = row_words(m, m.field(PHASE_INPUT), Q_WIDE, slot_row) +
+                            (unit.head * HEAD_SIZE + (m.lane() & 3) * 8) / 2;
     Held keys[GROUPS] = {}, values[GROUPS] = {};
     Piece queries[2] = {};
-    if (is_busy) {
-        u16* cache = m.at<u16>(CROSS ? PARAMETER_CROSS_CACHE : PARAMETER_SELF_CACHE) +
-                     cache_offset(unit.slot, m.field(PHASE_LAYER), 0, unit.head, POSITIONS) + (m.lane() & 3) * 8;
-        constexpr u64 TO_VALUES = (u64)N_HEADS * POSITIONS * HEAD_SIZE;
+    constexpr u64 TO_VALUES = (u64)N_HEADS * POSITIONS * HEAD_SIZE;
+    u16* const cache = m.at<u16>(CROSS ? PARAMETER_CROSS_CACHE : PARAMETER_SELF_CACHE) +
+                       cache_offset(unit.slot, m.field(PHASE_LAYER), 0, unit.head, POSITIONS) + (m.lane() & 3) * 8;
+    if (is_own) {
         if (row < n_rows) {
             queries[0].ask(from + row * (Q_WIDE / 2));
             queries[1].ask(from + row * (Q_WIDE / 2) + TILE_K / 2);
@@ -234,7 +270,8 @@ __device__ __forceinline__ void attend_unit(const Machine m, const Unit& unit) {
             for (u32 t = 0; t < 2; t++) keys[g][t] = values[g][t] = make_uint4(0, 0, 0, 0);
             if (position >= limit) continue;
             if (!CROSS && position >= first_position) {
-                keep_new(m, from + (position - first_position) * (Q_WIDE / 2), input_epoch, at, TO_VALUES, keys[g], values[g]);
+                keep_new(m, from + (position - first_position) * (Q_WIDE / 2), input_epoch, at, TO_VALUES, keys[g],
+                         values[g]);
             } else {
 #pragma unroll
                 for (u32 t = 0; t < 2; t++) {
@@ -245,11 +282,13 @@ __device__ __forceinline__ void attend_unit(const Machine m, const Unit& unit) {
         }
     }
     float2* const shares = (float2*)m.x();
-    float2* const stats = shares + 8 * N_WARPS * (HEAD_SIZE / 2);
+    float2* const stats = shares + Kept::MOST * N_WARPS * (HEAD_SIZE / 2);
 #pragma unroll 1
-    for (u32 first = 0; first < n_rows; first += 8) {
-        const bool is_row = first + row < n_rows;
-        if (is_busy) {
+    for (u32 first = 0; first < n_rows; first += Kept::MOST) {
+        const u32 n = min(n_rows - first, Kept::MOST);
+        if (kept.n + n > Kept::MOST) flush<CROSS>(m, kept, shares, stats);
+        if (is_own) {
+            const bool is_row = row < n;
             uint4 q[2] = {};
             const u64* mine = from + (first + row) * (Q_WIDE / 2);
             if (is_row) {
@@ -267,28 +306,35 @@ __device__ __forceinline__ void attend_unit(const Machine m, const Unit& unit) {
                        (((u64)unit.slot * N_SCORE_HEADS + index) * N_POSITIONS + first_position + first + row) * N_CROSS_POSITIONS;
             }
             __syncwarp();
-            see_positions<CROSS, GROUPS>(m, q, keys, values, row, is_row, begin, CROSS ? limit : first_position + first + row + 1,
-                                 slot.n_plain, slot.tail_bias, dump, shares, stats);
+            see_positions<CROSS, GROUPS>(m, warp, q, keys, values, kept.n + row, is_row, begin,
+                                         CROSS ? limit : first_position + first + row + 1, slot.n_plain,
+                                         slot.tail_bias, dump, shares, stats);
         }
-        __syncthreads();
-        publish_block<CROSS>(m, unit, slot_row + first, first_position + first, n_rows - first < 8 ? n_rows - first : 8,
-                             shares, stats);
-        if (CROSS && (dumped >> unit.head & 1)) __threadfence();  // the host reads the scores once the slot is done
-        __syncthreads();  // the next rows, unit or linear take the scratch
+        const u32 position = first_position + first + m.lane() - kept.n;
+        if (m.lane() >= kept.n && m.lane() < kept.n + n)
+            kept.place = (slot_row + first + m.lane() - kept.n) | unit.head << 8 | unit.block << 16 |
+                         blocks_of<CROSS>(slot, position) << 24;
+        kept.n += n;
+        kept.has_dumped |= (dumped >> unit.head & 1) != 0;
     }
 }
 
 template <bool CROSS>
 __device__ __forceinline__ void attend(const Machine m) {
-    const u32 n_blocks = m.field(PHASE_N_BLOCKS);
-    for (u32 s = 0; s < MAX_SLOTS; s++) {
-        const Slot& slot = m.misc().state.slots[s];
-        if (slot.n_rows == 0) continue;
-        const u32 last = m.misc().state.rows[slot.first_row].position + slot.n_rows - 1;
-        for_units<CROSS>(m, s, N_HEADS, n_blocks, blocks_of<CROSS>(slot, last), [&](Unit unit) {
-            attend_unit<CROSS>(m, unit);
-        });
+    Kept kept = {};
+#pragma unroll 1
+    for (u32 slots = slots_with_rows(m); slots != 0; slots &= slots - 1) {
+        const u32 slot = __ffs(slots) - 1, end = (slot + 1) * Units<CROSS>::OF_SLOT;
+        const u32 limit = Units<CROSS>::limit(m, m.misc().state.slots[slot]);
+#pragma unroll 1
+        for (u32 number = Units<CROSS>::first(m, slot); number < end; number += N_SMS) {
+            if (Units<CROSS>::unit(number).block * Units<CROSS>::BLOCK >= limit) continue;
+            prefetch_unit<CROSS>(m, m.field(PHASE_LAYER), number + N_SMS);
+            attend_unit<CROSS>(m, number, limit, kept);
+        }
     }
+    float2* const shares = (float2*)m.x();
+    if (kept.n != 0) flush<CROSS>(m, kept, shares, shares + Kept::MOST * N_WARPS * (HEAD_SIZE / 2));
 }
 
 // One warp a (row, head): the blocks' results, weighted by what each block's exponentials sum to. The warp fetches all

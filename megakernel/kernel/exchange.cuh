@@ -61,6 +61,27 @@ __device__ __forceinline__ Pair take_pair(const Machine m, const u64* p, u32 epo
     return pair;
 }
 
+// The pairs at N places, watched together. The last one is waited for alone first: what a thread does not ask for while
+// nothing can be there takes nobody's bandwidth.
+template <int N>
+__device__ __forceinline__ void take_pairs(const Machine m, const u64* from, const u32 (&at)[N], u32 epoch,
+                                           Pair (&pairs)[N]) {
+    pairs[N - 1] = take_pair(m, from + at[N - 1], epoch);
+#pragma unroll
+    for (int i = 0; i < N - 1; i++) pairs[i] = peek_pair(from + at[i]);
+    Wait wait;
+    bool is_whole;
+    do {
+        is_whole = true;
+#pragma unroll
+        for (int i = 0; i < N - 1; i++)
+            if (pairs[i].first_epoch != epoch || pairs[i].second_epoch != epoch) {
+                is_whole = false;
+                pairs[i] = peek_pair(from + at[i]);
+            }
+    } while (!is_whole && !wait.is_over(m));
+}
+
 __device__ __forceinline__ u64 peek(const u64* p) {
     u64 word;
     asm volatile("ld.relaxed.gpu.global.b64 %0,[%1];" : "=l"(word) : "l"(p) : "memory");

@@ -2,11 +2,13 @@
 #pragma once
 
 #define PROGRAM_VERSION 1
-#define N_WARPS 8
+#define LOOP_WARPS 16
+#define LOOP_BATCH_GRANULES 2
+#define TRANSDUCER_WARPS 8
+#define TRANSDUCER_BATCH_GRANULES 4
 #define GRANULE_ROWS 8
 #define TILE_K 32
 #define TILE_BYTES 512
-#define BATCH_GRANULES 4
 #define MAX_ROWS 16
 #define MAX_SLOTS 8
 #define STATS_ELEMENTS 128

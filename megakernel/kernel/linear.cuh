@@ -10,10 +10,11 @@
 #include "exchange.cuh"
 #include "stream.cuh"
 
-// How many tiles of one granule a warp takes at once: a divisor of the slice's, so that one wait and one latency serve
-// them all.
-__host__ __device__ constexpr int tiles_together(int tiles) {
-    int n = RING_TILES < 5 ? RING_TILES : 5;
+
+// How many tiles of a slice a warp takes at once, of at most so many: a divisor of the slice's, so that one wait and one
+// latency serve them all.
+__host__ __device__ constexpr int tiles_together(int tiles, int most) {
+    int n = RING_TILES < most ? RING_TILES : most;
     while (tiles % n != 0) n--;
     return n;
 }
@@ -23,16 +24,9 @@ struct Shape {
     static constexpr int GROUPS = N_WARPS / K_WARPS;
     static constexpr int TILES = K / K_WARPS / TILE_K;  // of a warp's slice
     static constexpr int SLICE = K / K_WARPS;
-    static constexpr int TOGETHER = tiles_together(TILES);
+    static constexpr int TOGETHER = tiles_together(TILES, 5);
     static_assert(TILES * TILE_K * 2 <= ZERO_BYTES, "the zeros are too short for a slice of K");
 };
-
-// How many of a slice's tiles fit into shared memory at once for so many rows.
-template <int K, int K_WARPS>
-__device__ __forceinline__ int resident_tiles(u32 n_rows) {
-    int fit = ((int)(X_BYTES / n_rows) - X_ROW_PAD_BYTES) / (K_WARPS * TILE_K * 2);
-    return fit < Shape<K, K_WARPS>::TILES ? fit : Shape<K, K_WARPS>::TILES;
-}
 
 __device__ __forceinline__ u32 x_stride(int elements) { return elements * 2 + X_ROW_PAD_BYTES; }
 
@@ -57,75 +51,56 @@ __device__ __forceinline__ float2 sum_over_warp(float2 v) {
     return v;
 }
 
-// All of K of every row into shared memory. A warp takes pieces of 128 elements and asks for some of them at once.
-template <int K>
-__device__ __forceinline__ void load_rows(const Machine m, u32 n_rows, u32 flags, u32 input, u32 epoch) {
-    constexpr u32 PIECES = K / STATS_ELEMENTS, AHEAD = 2;
-    const u32 n_pieces = n_rows * PIECES;
-    const u64* from = row_words(m, input, K, 0) + m.lane() * 2;
-    if (K == WIDTH && (flags & FLAG_EMBED)) {
+// Where this lane's four elements of a piece of a row are in shared memory.
+__device__ __forceinline__ unsigned char* x_piece(const Machine m, u32 row, u32 piece) {
+    return m.x() + row * x_stride(WIDTH) + (piece * STATS_ELEMENTS + m.lane() * 4) * 2;
+}
+
+// Pieces of 128 elements of the rows, each a warp's, of which it watches AHEAD at once.
+template <int AHEAD>
+__device__ __forceinline__ void load_pieces(const Machine m, const u64* from, u32 n_pieces, u32 epoch) {
 #pragma unroll 1
-        for (u32 piece = m.warp(); piece < n_pieces; piece += N_WARPS) {
-            const u32 row = piece / PIECES, element = (piece % PIECES) * STATS_ELEMENTS + m.lane() * 4;
-            const float4 v = embedding(m, row, element);
-            *(uint2*)(m.x() + row * x_stride(K) + element * 2) = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
-        }
-    } else if (n_pieces <= N_WARPS) {
-        if (m.warp() < n_pieces) {
-            const Pair pair = take_pair(m, from + m.warp() * (STATS_ELEMENTS / 2), epoch);
-            *(uint2*)(m.x() + (m.warp() / PIECES) * x_stride(K) + ((m.warp() % PIECES) * STATS_ELEMENTS + m.lane() * 4) * 2) =
-                make_uint2(pair.first, pair.second);
-        }
-    } else {
-#pragma unroll 1
-        for (u32 first = m.warp(); first < n_pieces; first += AHEAD * N_WARPS) {
-            Pair pairs[AHEAD];  // past the end the last piece again: a second store of the same costs less than branches
+    for (u32 first = m.warp(); first < n_pieces; first += AHEAD * N_WARPS) {
+        Pair pairs[AHEAD];
+        u32 at[AHEAD];  // past the end the last piece again: a second store of the same costs less than branches
 #pragma unroll
-            for (u32 i = 0; i < AHEAD; i++)  // a row's words lie behind the last one's
-                pairs[i] = peek_pair(from + min(first + i * N_WARPS, n_pieces - 1) * (STATS_ELEMENTS / 2));
+        for (u32 i = 0; i < AHEAD; i++)  // a row's words lie behind the last one's
+            at[i] = min(first + i * N_WARPS, n_pieces - 1) * (STATS_ELEMENTS / 2);
+        take_pairs(m, from, at, epoch, pairs);
 #pragma unroll
-            for (u32 i = 0; i < AHEAD; i++) {
-                const u32 piece = min(first + i * N_WARPS, n_pieces - 1);
-                settle(m, from + piece * (STATS_ELEMENTS / 2), epoch, pairs[i]);
-                *(uint2*)(m.x() + (piece / PIECES) * x_stride(K) + ((piece % PIECES) * STATS_ELEMENTS + m.lane() * 4) * 2) =
-                    make_uint2(pairs[i].first, pairs[i].second);
-            }
-        }
-    }
-    if (K == WIDTH && (flags & FLAG_NORM)) {  // each lane reads what it has just written
-#pragma unroll 1
-        for (u32 piece = m.warp(); piece < n_pieces; piece += N_WARPS) {
-            const u32 row = piece / PIECES, index = piece % PIECES;
-            const uint2 x = *(const uint2*)(m.x() + row * x_stride(K) + (index * STATS_ELEMENTS + m.lane() * 4) * 2);
-            const float a = low_bf16(x.x), b = high_bf16(x.x), c = low_bf16(x.y), d = high_bf16(x.y);
-            const float2 sum = sum_over_warp(make_float2((a + b) + (c + d), (a * a + b * b) + (c * c + d * d)));
-            if (m.lane() == 0) m.misc().stats[m.phase & 1][row][index] = sum;
+        for (u32 i = 0; i < AHEAD; i++) {
+            const u32 piece = at[i] / (STATS_ELEMENTS / 2);
+            *(uint2*)x_piece(m, piece / STATS_PIECES, piece % STATS_PIECES) = make_uint2(pairs[i].first, pairs[i].second);
         }
     }
 }
 
-// Tiles ``first`` to ``first + n`` of every warp's slice of K into shared memory, slice after slice.
-template <int K, int K_WARPS>
-__device__ __forceinline__ void load_part(const Machine m, u32 n_rows, u32 input, u32 epoch, int first, int n) {
-    constexpr u32 AHEAD = 2;
-    const u32 per_slice = n * (TILE_K / 4), per_row = K_WARPS * per_slice, n_items = n_rows * per_row;
-    const u64* from = row_words(m, input, K, 0) + first * (TILE_K / 2);
+// Rows of the width into shared memory.
+__device__ __forceinline__ void load_rows(const Machine m, u32 n_rows, u32 flags, u32 input, u32 epoch) {
+    const u32 n_pieces = n_rows * STATS_PIECES;
+    const u64* from = row_words(m, input, WIDTH, 0) + m.lane() * 2;
+    if (flags & FLAG_EMBED) {
 #pragma unroll 1
-    for (u32 begin = m.thread(); begin < n_items; begin += AHEAD * N_THREADS) {
-        Pair pairs[AHEAD];
-        u32 at[AHEAD], to[AHEAD];
-#pragma unroll
-        for (u32 i = 0; i < AHEAD; i++) {
-            const u32 item = min(begin + i * N_THREADS, n_items - 1);
-            const u32 row = item / per_row, rest = item % per_row, slice = rest / per_slice, o = rest % per_slice;
-            at[i] = row * (K / 2) + slice * (Shape<K, K_WARPS>::SLICE / 2) + o * 2;
-            to[i] = row * x_stride(K_WARPS * n * TILE_K) + (slice * n * TILE_K + o * 4) * 2;
-            pairs[i] = peek_pair(from + at[i]);
+        for (u32 piece = m.warp(); piece < n_pieces; piece += N_WARPS) {
+            const u32 row = piece / STATS_PIECES, index = piece % STATS_PIECES;
+            const float4 v = embedding(m, row, index * STATS_ELEMENTS + m.lane() * 4);
+            *(uint2*)x_piece(m, row, index) = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
         }
-#pragma unroll
-        for (u32 i = 0; i < AHEAD; i++) {
-            settle(m, from + at[i], epoch, pairs[i]);
-            *(uint2*)(m.x() + to[i]) = make_uint2(pairs[i].first, pairs[i].second);
+    } else if (n_pieces <= N_WARPS) {
+        if (m.warp() < n_pieces) load_pieces<1>(m, from, n_pieces, epoch);
+    } else if (n_pieces <= 2 * N_WARPS) {
+        load_pieces<2>(m, from, n_pieces, epoch);
+    } else {
+        load_pieces<5>(m, from, n_pieces, epoch);
+    }
+    if (flags & FLAG_NORM) {  // each lane reads what it has just written
+#pragma unroll 1
+        for (u32 piece = m.warp(); piece < n_pieces; piece += N_WARPS) {
+            const u32 row = piece / STATS_PIECES, index = piece % STATS_PIECES;
+            const uint2 x = *(const uint2*)x_piece(m, row, index);
+            const float a = low_bf16(x.x), b = high_bf16(x.x), c = low_bf16(x.y), d = high_bf16(x.y);
+            const float2 sum = sum_over_warp(make_float2((a + b) + (c + d), (a * a + b * b) + (c * c + d * d)));
+            if (m.lane() == 0) m.misc().stats[m.phase & 1][row][index] = sum;
         }
     }
 }
@@ -192,35 +167,84 @@ __device__ __forceinline__ void multiply_several(Stream& stream, Sums& sums, con
 template <int TOGETHER, bool HIGH>
 __device__ __forceinline__ void multiply_rows(Stream& stream, Sums& sums, const unsigned char* low,
                                               const unsigned char* high, int n_tiles, int n_granules) {
-    static_assert(BATCH_GRANULES == 4, "a case is missing");
-    if (n_granules == 1 && n_tiles % TOGETHER == 0)
+    static_assert(BATCH_GRANULES == 2, "a case is missing");
+    if (n_granules == 1)
         multiply_one<TOGETHER, HIGH>(stream, sums, low, high, n_tiles);
-    else if (n_granules == 1)
-        multiply_one<1, HIGH>(stream, sums, low, high, n_tiles);
-    else if (n_granules == 2)
-        multiply_several<2, HIGH>(stream, sums, low, high, n_tiles);
-    else if (n_granules == 3)
-        multiply_several<3, HIGH>(stream, sums, low, high, n_tiles);
     else
-        multiply_several<4, HIGH>(stream, sums, low, high, n_tiles);
+        multiply_several<2, HIGH>(stream, sums, low, high, n_tiles);
 }
 
-// This warp's part of a batch: its granules from ``index`` (of its group's ``n_mine``) on, for the ``n_tiles`` of its
-// slice that are in shared memory from ``slice`` on. Lanes whose row is none read zeros.
-template <int TOGETHER>
-__device__ __forceinline__ void multiply(const Machine m, Stream& stream, Sums& sums, u32 n_rows, u32 stride,
-                                         const unsigned char* slice, int n_tiles, int index, int n_mine) {
+// This warp's part of a batch for rows that lie in shared memory from ``slice`` on: its granules from ``index`` (of its
+// group's ``n_mine``) on. Lanes whose row is none read zeros.
+template <int K, int K_WARPS>
+__device__ __forceinline__ void multiply(const Machine m, Stream& stream, Sums& sums, u32 n_rows,
+                                         const unsigned char* slice, int index, int n_mine) {
+    constexpr int TILES = Shape<K, K_WARPS>::TILES, TOGETHER = Shape<K, K_WARPS>::TOGETHER;
     if (index >= n_mine) return;
     const int n_granules = min(n_mine - index, BATCH_GRANULES);
     const u32 row = m.lane() >> 2;
     const unsigned char* zeros = (const unsigned char*)m.misc().zeros;
-    const unsigned char* low = row < n_rows ? slice + row * stride + (m.lane() & 3) * 16 : zeros;
+    const unsigned char* low = row < n_rows ? slice + row * x_stride(K) + (m.lane() & 3) * 16 : zeros;
     if (n_rows <= 8) {
-        multiply_rows<TOGETHER, false>(stream, sums, low, zeros, n_tiles, n_granules);
+        multiply_rows<TOGETHER, false>(stream, sums, low, zeros, TILES, n_granules);
     } else {
-        const unsigned char* high = row + 8 < n_rows ? low + 8 * stride : zeros;
-        multiply_rows<TOGETHER, true>(stream, sums, low, high, n_tiles, n_granules);
+        const unsigned char* high = row + 8 < n_rows ? low + 8 * x_stride(K) : zeros;
+        multiply_rows<TOGETHER, true>(stream, sums, low, high, TILES, n_granules);
     }
+}
+
+// N tiles of a row as the left operand, straight from the words where it was published.
+template <int N>
+__device__ __forceinline__ void take_operand(const Machine m, const u64* from, u32 epoch, uint4 (&a)[N]) {
+    u32 at[2 * N];
+    Pair pairs[2 * N];
+#pragma unroll
+    for (int i = 0; i < 2 * N; i++) at[i] = i / 2 * (TILE_K / 2) + i % 2 * 2;
+    take_pairs(m, from, at, epoch, pairs);
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        a[i] = make_uint4(pairs[2 * i].first, pairs[2 * i].second, pairs[2 * i + 1].first, pairs[2 * i + 1].second);
+}
+
+template <int K, int K_WARPS, int GRANULES, bool HIGH>
+__device__ __forceinline__ void multiply_words(const Machine m, Stream& stream, Sums& sums, const u64* from, u32 n_rows,
+                                               u32 epoch) {
+    constexpr int TILES = Shape<K, K_WARPS>::TILES;
+    constexpr int TOGETHER = tiles_together(TILES, HIGH ? 2 : 5);  // as many words as registers hold
+    const u32 row = m.lane() >> 2;
+#pragma unroll 1
+    for (int first = 0; first < TILES; first += TOGETHER) {
+        uint4 a[TOGETHER] = {}, b[TOGETHER] = {};
+        if (row < n_rows) take_operand(m, from + first * (TILE_K / 2), epoch, a);
+        if (HIGH && row + 8 < n_rows) take_operand(m, from + 8 * (K / 2) + first * (TILE_K / 2), epoch, b);
+        __syncwarp();
+#pragma unroll
+        for (int t = 0; t < TOGETHER; t++) {
+            uint4 w[GRANULES];
+            stream.take(w);
+#pragma unroll
+            for (int g = 0; g < GRANULES; g++) multiply_tile(sums, g, a[t], b[t], w[g]);
+            stream.template refill<GRANULES>();
+        }
+    }
+}
+
+// The same for rows wider than shared memory has room for: a warp takes its slice of K itself.
+template <int K, int K_WARPS>
+__device__ __forceinline__ void multiply_published(const Machine m, Stream& stream, Sums& sums, u32 n_rows, u32 input,
+                                                   u32 epoch, int index, int n_mine) {
+    if (index >= n_mine) return;
+    const u64* from = row_words(m, input, K, m.lane() >> 2) +
+                      (m.warp() % K_WARPS * Shape<K, K_WARPS>::SLICE + (m.lane() & 3) * 8) / 2;
+    const bool one = n_mine - index == 1;
+    if (n_rows <= 8 && one)
+        multiply_words<K, K_WARPS, 1, false>(m, stream, sums, from, n_rows, epoch);
+    else if (n_rows <= 8)
+        multiply_words<K, K_WARPS, 2, false>(m, stream, sums, from, n_rows, epoch);
+    else if (one)
+        multiply_words<K, K_WARPS, 1, true>(m, stream, sums, from, n_rows, epoch);
+    else
+        multiply_words<K, K_WARPS, 2, true>(m, stream, sums, from, n_rows, epoch);
 }
 
 // Rows for which the sums of a batch have room: with 8 there are two buffers, with 16 one.
@@ -242,25 +266,18 @@ __device__ __forceinline__ void leave_sums(const Machine m, float* to, const flo
 template <int K, int K_WARPS>
 __device__ __forceinline__ const float* batch_sums(const Machine m, Stream& stream, u32 flags, u32 input, u32 epoch,
                                                    int batch, int n_mine) {
-    constexpr int TILES = Shape<K, K_WARPS>::TILES;
     const u32 n_rows = m.misc().state.n_rows;
-    const int resident = K == WIDTH ? TILES : resident_tiles<K, K_WARPS>(n_rows);  // a row of the width always fits
-    const u32 k_warp = m.warp() % K_WARPS;
     Sums sums = {};
-#pragma unroll 1
-    for (int first = 0; first < TILES; first += resident) {
-        const int n = TILES - first < resident ? TILES - first : resident;
-        if (batch == 0 || resident < TILES) {
-            if (K == WIDTH || resident == TILES) {
-                load_rows<K>(m, n_rows, flags, input, epoch);
-            } else {
-                if (batch != 0 || first != 0) __syncthreads();  // everyone is done with what is there
-                load_part<K, K_WARPS>(m, n_rows, input, epoch, first, n);
-            }
+    if (K == WIDTH) {
+        if (batch == 0) {
+            load_rows(m, n_rows, flags, input, epoch);
             __syncthreads();
         }
-        multiply<Shape<K, K_WARPS>::TOGETHER>(m, stream, sums, n_rows, x_stride(K_WARPS * n * TILE_K), m.x() + k_warp * n * TILE_K * 2, n,
-                 batch * BATCH_GRANULES, n_mine);
+        const unsigned char* slice = m.x() + m.warp() % K_WARPS * Shape<K, K_WARPS>::SLICE * 2;
+        multiply<K, K_WARPS>(m, stream, sums, n_rows, slice, batch * BATCH_GRANULES, n_mine);
+    } else {
+        multiply_published<K, K_WARPS>(m, stream, sums, n_rows, input, epoch, batch * BATCH_GRANULES, n_mine);
+        if (batch == 0) __syncthreads();  // the last phase's sums have been read
     }
     if (K == WIDTH && batch == 0 && (flags & FLAG_NORM)) finish_norm<K_WARPS>(m, n_rows, m.misc().tasks[m.phase]);
     float* to = m.sums() + (n_rows <= 8 ? (batch & 1) * (BATCH_GRANULES * N_WARPS * 8 * GRANULE_ROWS) : 0);

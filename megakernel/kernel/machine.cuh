@@ -179,7 +179,7 @@ struct Misc {
 };
 
 static_assert(sizeof(State) <= 4 * STATE_WORDS, "the state does not fit into its words");
-static_assert(8 * (N_WARPS * (HEAD_SIZE / 2) + N_WARPS) * 8 <= X_BYTES, "attention's shares do not fit");
+static_assert(4 * (N_WARPS * (HEAD_SIZE / 2) + N_WARPS) * 8 <= X_BYTES, "attention's shares do not fit");
 static_assert(N_WARPS * MAX_BLOCKS * BLOCK_WORDS * 4 <= SUMS_BYTES, "COMBINE has no room");
 static_assert(sizeof(Misc) <= MISC_BYTES, "the tables do not fit into their part of shared memory");
 static_assert(WIDTH % STATS_ELEMENTS == 0, "a norm's pieces do not fill the row");

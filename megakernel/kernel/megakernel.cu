@@ -68,23 +68,26 @@ __device__ __forceinline__ void run_phase(const Machine m) {
         select(m);
         return;
     }
-    const u32 n_rows = m.misc().state.n_rows;
-    if (n_rows == 0) {
+    if (m.misc().state.n_rows == 0) {
         if (op == OP_HEAD) answer_door(m);
         return;
     }
-    const u32 flags = m.field(PHASE_FLAGS), k = m.field(PHASE_K);
     switch (op) {
-        case OP_LINEAR:
-#define RUN(K, K_WARPS) \
-    if (k == K) linear<K, K_WARPS>(m);
-            LINEAR_SHAPES(RUN)
+        case OP_LINEAR:  // nothing is kept over the call, which has use for all registers
+            switch (m.field(PHASE_K)) {
+#define RUN(K, K_WARPS)         \
+    case K:                     \
+        linear<K, K_WARPS>(m);  \
+        break;
+                LINEAR_SHAPES(RUN)
 #undef RUN
-            if (flags & FLAG_STREAM) begin_residual(m, m.misc().tasks[m.misc().owner], n_rows);
+            }
+            if (m.field(PHASE_FLAGS) & FLAG_STREAM)
+                begin_residual(m, m.misc().tasks[m.misc().owner], m.misc().state.n_rows);
             break;
         case OP_ATTEND_SELF:
             if (m.sm() == CONTROL_SM && m.thread() == 0 && m.field(PHASE_LAYER) == 0) look_at_door(m);
-            prefetch_cross(m, m.field(PHASE_LAYER));
+            prefetch_first(m, m.field(PHASE_LAYER));
             attend<false>(m);
             break;
         case OP_ATTEND_CROSS:
@@ -131,27 +134,30 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const
     __syncthreads();
     if (m.warp() == 0) begin_rows(m);
     __syncthreads();
-    while (true) {
-        m.epoch = (u32)m.number(PARAMETER_EPOCH) + state.n_steps * EPOCHS_PER_STEP;
+    while (true) {  // nothing but the epoch and the phase is kept over the bodies, which have use for all registers
+        m.forget();
+        m.epoch = (u32)m.number(PARAMETER_EPOCH) + m.misc().state.n_steps * EPOCHS_PER_STEP;
         stall_if_asked(m);
-        const bool is_idle = state.n_rows == 0;
-        if (is_idle) {
+        m.phase = 0;
+        if (m.misc().state.n_rows == 0) {
             m.phase = m.misc().head_phase;
             idle(m);
             __syncthreads();
+            m.phase = N_PHASES - 1;
         }
 #pragma unroll 1
-        for (m.phase = is_idle ? N_PHASES - 1 : 0; m.phase < N_PHASES; m.phase++) {
+        for (; m.phase < N_PHASES; m.phase++) {
             m.forget();
             run_phase(m);
         }
-        if (state.leave != 0 || m.misc().dead) break;
-        if (m.sm() == CONTROL_SM && m.thread() == 0) store_host(m.at<u32>(PARAMETER_HOST_BEAT), state.n_steps);
+        m.forget();
+        if (m.misc().state.leave != 0 || m.misc().dead) break;
+        if (m.sm() == CONTROL_SM && m.thread() == 0) store_host(m.at<u32>(PARAMETER_HOST_BEAT), m.misc().state.n_steps);
     }
     stop_stream();
     if (m.misc().dead && m.thread() == 0) note_fault(m, FAULT_KIND_TIMEOUT, m.misc().dead - 1);
     if (m.sm() != CONTROL_SM) return;
-    const u32 leave = m.misc().dead ? LEAVE_REASON_FAULT : state.leave;
+    const u32 leave = m.misc().dead ? LEAVE_REASON_FAULT : m.misc().state.leave;
     if (!m.misc().dead) save_state(m);
     __syncthreads();
     if (m.thread() == 0) {

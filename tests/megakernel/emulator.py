@@ -117,7 +117,7 @@ class Emulated:
         control = self._arrays[Parameter.CONTROL]
         control[:] = self.mailbox.control_before
         shared_bytes = dynamic_shared_bytes(self.program)
-        n_sms, n_threads = self.program.target.n_sms, isa.N_WARPS * 32
+        n_sms, n_threads = self.program.target.n_sms, self.program.sizes.n_warps * 32
         self._library.run(ctypes.c_void_p(parameters.ctypes.data), n_sms, n_threads, shared_bytes)
         assert control[Control.LEFT], "the kernel says why it left"
         self.mailbox.control_after[:] = control

@@ -31,7 +31,7 @@ from megakernel.cubin import (
 )
 from megakernel.errors import CompileError, KernelCompileError
 from megakernel.graph import Graph
-from megakernel.isa import N_WARPS
+from megakernel.isa import LOOP_WARPS
 from megakernel.ops import FusedHead, FusedLinear, Norm
 from megakernel.program import Program
 from megakernel.target import KNOWN, Target
@@ -61,7 +61,7 @@ def test_the_header_says_the_programs_numbers(program: Program) -> None:
     said = definitions(program_header(program))
     assert said["N_SMS"] == "5"
     assert said["N_PHASES"] == str(len(program.phases))
-    assert said["RING_TILES"] == "30"
+    assert said["RING_TILES"] == "15"
     assert said["MISC_BYTES"] == str(program.misc_bytes)
     assert said["WIDTH"] == "128"
     assert said["N_HEADS"] == "2"
@@ -246,8 +246,11 @@ SHIPPED: Mapping[str, Callable[[], Graph]] = {
     "whisper-large-v3-turbo": lambda: _whisper(1280, 4, 51866),
     "whisper-large-v3": lambda: _whisper(1280, 32, 51866),
 }
-N_THREADS = 32 * N_WARPS
+N_THREADS = 32 * LOOP_WARPS
 MAX_REGISTERS = min(255, 65_536 // N_THREADS)  # of a thread: what an instruction can name, and a share of the SM's file
+# Stores and loads, where attention needs more than a thread has: none in most loops, a few on sm_100a and sm_120 and in
+# the longest program; the other kernel is a fallback.
+MAX_SPILL_BYTES = {"megakernel_loop": 64, "megakernel_phase": 128}
 MEASURED_WITH = (13, 5)
 SHIPPED_FOR = (
     ("whisper-large-v3-turbo", "sm_80"),
@@ -273,7 +276,7 @@ def test_a_shipped_program_fits_its_architecture(model: str, arch: str) -> None:
         assert usage[kernel].registers <= MAX_REGISTERS
         assert usage[kernel].static_shared_bytes == 0  # every byte is spoken for
         if compiler_version() == MEASURED_WITH:  # others may need a few
-            assert usage[kernel].spill_bytes == 0
+            assert usage[kernel].spill_bytes <= MAX_SPILL_BYTES[kernel]
 
 
 def test_every_model_and_every_architecture_is_compiled_for() -> None:

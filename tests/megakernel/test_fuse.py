@@ -143,7 +143,7 @@ def test_a_folded_norm_is_the_norm_but_for_the_rounding_of_the_weight() -> None:
     weight, bias, beta = random(24, 256, seed=0), random(24, seed=1), random(256, seed=2)
     gamma, x = random(256, seed=3), numbers.round_bf16(3 * random(5, 256, seed=4) + 2)
     folded = fold(weight, bias, gamma, beta)
-    sums = numbers.linear_sums(x, numbers.from_bits(folded.weight))
+    sums = numbers.linear_sums(x, numbers.from_bits(folded.weight), 16)
     found = numbers.apply_norm(sums, numbers.row_stats(x, 1e-5), folded.row_sums) + folded.bias
     normed = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(found, normed @ (weight * gamma).T + weight @ beta + bias, atol=0.15)

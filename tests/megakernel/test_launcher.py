@@ -11,7 +11,7 @@ from megakernel.cubin import bitmap_words
 from megakernel.device import Device
 from megakernel.errors import NoDeviceError, RequestError, WrongProgramError
 from megakernel.graph import Graph
-from megakernel.isa import N_WARPS, TILE_BYTES
+from megakernel.isa import LOOP_WARPS, TILE_BYTES
 from megakernel.launcher import Launcher, dynamic_shared_bytes
 from megakernel.program import Program
 from megakernel.target import KNOWN, MAX_RING_TILES, Target
@@ -54,6 +54,6 @@ def test_a_launch_asks_for_all_shared_memory_that_its_ring_can_use(
     tiny_graph: Callable[..., Graph], target: Target, n_layers: int
 ) -> None:
     program = compile_program(tiny_graph(n_layers=n_layers, n_tokens=1500, mark_begin=1400), target)
-    one_more = dynamic_shared_bytes(program) + N_WARPS * TILE_BYTES
+    one_more = dynamic_shared_bytes(program) + LOOP_WARPS * TILE_BYTES
     assert dynamic_shared_bytes(program) <= target.shared_bytes
     assert program.ring_tiles == MAX_RING_TILES or one_more > target.shared_bytes

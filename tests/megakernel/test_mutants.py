@@ -13,7 +13,7 @@ import pytest
 
 from megakernel.checker import check
 from megakernel.errors import CompileError, InterpreterError
-from megakernel.isa import N_WARPS, Flag, Op, Phase, Task
+from megakernel.isa import LOOP_WARPS, Flag, Op, Phase, Task
 from megakernel.numbers import from_bits
 from megakernel.program import Program
 
@@ -220,10 +220,10 @@ def swapped_phases_on_one_sm(program, rng):
 
 def group(program, rng):
     many = [
-        (s, p) for s, p in np.argwhere(program.tasks[:, :, 1]).tolist() if program.phases[p, Phase.K_WARPS] < N_WARPS
+        (s, p) for s, p in np.argwhere(program.tasks[:, :, 1]).tolist() if program.phases[p, Phase.K_WARPS] < LOOP_WARPS
     ]
     sm, phase = rng.choice(many)
-    n_groups = N_WARPS // int(program.phases[phase, Phase.K_WARPS])
+    n_groups = LOOP_WARPS // int(program.phases[phase, Phase.K_WARPS])
     value = int(program.tasks[sm, phase, Task.FIRST_GROUP])
     return with_task_word(program, sm, phase, Task.FIRST_GROUP, other(rng, value, *range(n_groups)))
 
@@ -308,7 +308,7 @@ def swapped_tiles(program, rng):
 
 def shifted_tiles(program, rng):
     """The tiles of one warp, by one."""
-    sm, warp = rng.randrange(program.target.n_sms), rng.randrange(N_WARPS)
+    sm, warp = rng.randrange(program.target.n_sms), rng.randrange(LOOP_WARPS)
     first, n = program.warp_tiles[sm, warp].tolist()
     tiles = program.tile_index.copy()
     tiles[first : first + n] = np.roll(tiles[first : first + n], rng.choice([-1, 1]))

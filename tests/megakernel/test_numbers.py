@@ -54,7 +54,7 @@ def test_a_float_is_its_word() -> None:
 
 @pytest.mark.parametrize(("k", "n"), [(64, 2), (128, 4), (384, 4), (512, 8), (640, 4), (1280, 8), (5120, 8)])
 def test_warps_share_k_in_whole_tiles(k: int, n: int) -> None:
-    assert numbers.k_warps(k) == n
+    assert numbers.k_warps(k, 8) == n
 
 
 @settings(deadline=None, max_examples=20)
@@ -62,8 +62,8 @@ def test_warps_share_k_in_whole_tiles(k: int, n: int) -> None:
 def test_a_linears_bits_do_not_depend_on_its_neighbours(k: int, row: int, granule: int, seed: int) -> None:
     x, weight = bf16(5, k, seed=seed), bf16(24, k, seed=seed + 1)
     own = slice(8 * granule, 8 * granule + 8)
-    alone = numbers.linear_sums(x[row : row + 1], weight[own])
-    assert same_bits(alone, np.ascontiguousarray(numbers.linear_sums(x, weight)[row : row + 1, own]))
+    alone = numbers.linear_sums(x[row : row + 1], weight[own], 16)
+    assert same_bits(alone, np.ascontiguousarray(numbers.linear_sums(x, weight, 16)[row : row + 1, own]))
 
 
 def test_sums_go_on_from_where_they_were() -> None:
@@ -75,7 +75,7 @@ def test_sums_go_on_from_where_they_were() -> None:
 def test_a_linear_is_close_to_the_exact_one() -> None:
     x, weight = bf16(3, 640), bf16(16, 640, seed=1)
     exact = x.astype(np.float64) @ weight.T.astype(np.float64)
-    np.testing.assert_allclose(numbers.linear_sums(x, weight), exact, atol=1e-4)
+    np.testing.assert_allclose(numbers.linear_sums(x, weight, 16), exact, atol=1e-4)
 
 
 def test_statistics_are_those_of_a_layer_norm_and_a_rows_own() -> None:

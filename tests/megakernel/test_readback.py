@@ -3,6 +3,7 @@ import pytest
 
 from megakernel.compile import compile_program
 from megakernel.isa import Op, Phase
+from megakernel.memory import N_REPLICAS
 from megakernel.numbers import pack_pairs, round_bf16
 from megakernel.readback import differences, published_rows
 from megakernel.target import Target
@@ -27,7 +28,7 @@ def a_step(program, step):
     return values, exchange
 
 
-@pytest.mark.parametrize("replica", range(4))
+@pytest.mark.parametrize("replica", range(N_REPLICAS))
 def test_what_a_step_left_is_read_by_name(tiny_graph, replica):
     program = compile_program(tiny_graph(), TARGET)
     values, exchange = a_step(program, 5)

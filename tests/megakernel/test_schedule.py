@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megakernel.errors import CompileError
 from megakernel.fuse import fuse
-from megakernel.isa import N_WARPS, Flag, Op
+from megakernel.isa import LOOP_WARPS, Flag, Op
 from megakernel.schedule import (
     assign_to_sms,
     balance,
@@ -70,7 +70,7 @@ def test_bytes_are_level_to_a_granule_where_the_last_phase_can_level_them(tiny_g
 @given(n_sms=st.integers(1, 13), width=st.sampled_from([128, 256, 384]))
 def test_warps_of_an_sm_are_level_to_a_granule_slice(tiny_graph, n_sms, width):
     phases = phases_of(tiny_graph(width=width, wide=2 * width, n_layers=2, n_tokens=500))
-    tiles = tiles_of_warps(phases, assign_to_sms(phases, target_of(n_sms))).sum(axis=0)  # [n_sms, N_WARPS]
+    tiles = tiles_of_warps(phases, assign_to_sms(phases, target_of(n_sms))).sum(axis=0)  # [n_sms, LOOP_WARPS]
     widest = max(phase.granule_tiles // phase.k_warps for phase in phases if phase.n_granules)
     assert (tiles.max(axis=1) - tiles.min(axis=1)).max() <= 2 * widest
 
@@ -87,7 +87,7 @@ def test_tiles_of_warps_are_those_of_the_granules(tiny_graph):
     phases = phases_of(tiny_graph())
     schedule = assign_to_sms(phases, target_of(3))
     tiles = tiles_of_warps(phases, schedule)
-    assert tiles.shape == (len(phases), 3, N_WARPS)
+    assert tiles.shape == (len(phases), 3, LOOP_WARPS)
     for index, phase in enumerate(phases):
         assert tiles[index].sum() == phase.n_granules * phase.granule_tiles
 
@@ -102,7 +102,7 @@ def test_a_head_too_small_to_give_every_sm_a_part_is_refused(tiny_graph):
     [
         ("n_granules", 0, 1, 1, "every granule lies on one SM"),
         ("first_granule", 0, 1, 1, "every granule lies on one SM"),
-        ("first_group", 0, 1, N_WARPS, "the first group is one of"),
+        ("first_group", 0, 1, LOOP_WARPS, "the first group is one of"),
         ("n_granules", 1, 0, 1, "every granule lies on one SM"),
     ],
 )

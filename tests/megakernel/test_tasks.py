@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megakernel.errors import CompileError
 from megakernel.fuse import fuse
-from megakernel.isa import GRANULE_ROWS, N_WARPS, TILE_K, Flag, Op
+from megakernel.isa import GRANULE_ROWS, LOOP_WARPS, TILE_K, Flag, Op
 from megakernel.ops import Embed, FusedAttention, FusedHead, FusedLinear, FusedOp, Norm
 from megakernel.tasks import combine_unit_sm, cross_unit_sm, dump, self_unit_sm, split_into_tasks
 from tests.megakernel.small import ONE_LAYER
@@ -50,7 +50,7 @@ def test_granules_and_warps_cover_a_weight(tiny_graph):
         if phase.op in (Op.LINEAR, Op.HEAD):
             assert 0 <= phase.n_granules * GRANULE_ROWS - phase.n < GRANULE_ROWS
             assert phase.granule_tiles * TILE_K == phase.k and phase.granule_bytes == GRANULE_ROWS * phase.k * 2
-            assert phase.n_groups * phase.k_warps == N_WARPS and phase.granule_tiles % phase.k_warps == 0
+            assert phase.n_groups * phase.k_warps == LOOP_WARPS and phase.granule_tiles % phase.k_warps == 0
 
 
 @pytest.mark.parametrize(
@@ -111,4 +111,4 @@ def test_the_units_of_slots_spread_evenly_over_the_sms(n_heads, n_blocks, n_slot
 def test_dump_has_a_line_for_each_phase():
     lines = dump(split_into_tasks(STEP, ONE_LAYER)).splitlines()
     assert len(lines) == 9
-    assert "128 → 384: 48 granules of 4 tiles, 4 warps x 2" in lines[0] and lines[0].endswith("EMBED NORM STREAM")
+    assert "128 → 384: 48 granules of 4 tiles, 4 warps x 4" in lines[0] and lines[0].endswith("EMBED NORM STREAM")

@@ -14,7 +14,7 @@ from megakernel.compile import compile_program
 from megakernel.errors import CompileError, InterpreterError, RequestError
 from megakernel.evaluate_transducer import TransducerMemory, TransducerNetwork, run_transducer
 from megakernel.fuse import fold_constants, fuse
-from megakernel.isa import N_WARPS, Op, Phase, Task
+from megakernel.isa import TRANSDUCER_WARPS, Op, Phase, Task
 from megakernel.mailbox import EmissionRecord
 from megakernel.ops import FusedJoint, Transducer
 from megakernel.pack import pack_tape, unpack_tape
@@ -81,7 +81,7 @@ def test_at_full_size_the_tape_stays_on_an_h200_and_a_step_has_four_hops() -> No
     assert batches.max() <= 8  # one batch of the joint's granules
     for target in KNOWN:
         program = compile_program(graph, replace(target, max_rows=8))
-        assert program.ring_tiles * N_WARPS * 512 + program.x_bytes + program.misc_bytes < target.shared_bytes
+        assert program.ring_tiles * TRANSDUCER_WARPS * 512 + program.x_bytes + program.misc_bytes < target.shared_bytes
 
 
 def test_the_readme_shows_the_program_as_it_is() -> None:
