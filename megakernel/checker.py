@@ -45,7 +45,6 @@ HEAD_SIZE = 64  # elements of a head that the kernel's attention takes
 N_PARITIES = 2  # places that take turns, of what a transducer's JOINT leaves
 WITH_WEIGHT = (Op.LINEAR, Op.HEAD, Op.LSTM, Op.RECUR, Op.JOINT)
 SILENT = (Op.SELECT, Op.TRANSDUCE, Op.RECUR)  # publish nothing
-N_REPLICAS = 1  # of rows in the exchange area: SM i reads number i mod this
 
 Words = dict[Phase, int]
 
@@ -92,8 +91,8 @@ def shapes(program: Program) -> None:
         raise wrong(program, f"version {program.version}, not {PROGRAM_VERSION}")
     if program.tile_index.ndim != 1:
         raise wrong(program, f"tile_index has {program.tile_index.ndim} dimensions")
-    if program.n_replicas != N_REPLICAS:
-        raise wrong(program, f"{program.n_replicas} replicas, not {N_REPLICAS}")
+    if program.n_replicas != program.sizes.n_replicas:
+        raise wrong(program, f"{program.n_replicas} replicas, not {program.sizes.n_replicas}")
 
 
 def k_warps_of(k: int, n_warps: int) -> int:

@@ -31,7 +31,6 @@ from .schedule import Schedule, tiles_of_warps
 from .target import MIN_RING_TILES, MISC_BYTES, SUMS_BYTES, Target
 from .tasks import HEAD_SIZE, PhaseTasks, output_elements
 
-N_REPLICAS = 1  # of exchanged rows; an SM reads replica SM mod this. Four take 2 % longer on 132 SMs
 N_PARITIES = 2  # of JOINT's results and the control word: a step without predictor joins nobody before it writes
 ALIGN_WORDS = 16  # of the exchange area's parts: a line of 128 bytes
 WORD_BYTES = 4
@@ -84,6 +83,7 @@ class Memory:
     control_word: int
     epochs_per_step: int
     residual_granules: int
+    n_replicas: int
 
 
 def lay_out(phases: Sequence[PhaseTasks], schedule: Schedule, target: Target, sizes: Sizes) -> Memory:
@@ -110,7 +110,7 @@ def lay_out(phases: Sequence[PhaseTasks], schedule: Schedule, target: Target, si
             f"records, rows and residual stream of an SM take {records_bytes} bytes, which leaves no room for the ring"
         )
         raise CompileError(STAGE, f"{len(phases)} phases on {target.name}", rule)
-    buffers, control_word = _exchange(phases, target)
+    buffers, control_word = _exchange(phases, target, sizes.n_replicas)
     memory = Memory(
         weights=weights,
         tile_index=tile_index,
@@ -128,6 +128,7 @@ def lay_out(phases: Sequence[PhaseTasks], schedule: Schedule, target: Target, si
         control_word=control_word,
         epochs_per_step=max(buffer.epoch for buffer in buffers),
         residual_granules=residual_granules,
+        n_replicas=sizes.n_replicas,
     )
     verify(memory, phases, schedule, target)
     return memory
@@ -222,7 +223,7 @@ class _Area:
         return first
 
 
-def _exchange(phases: Sequence[PhaseTasks], target: Target) -> tuple[tuple[Buffers, ...], int]:
+def _exchange(phases: Sequence[PhaseTasks], target: Target, n_replicas: int) -> tuple[tuple[Buffers, ...], int]:
     """Buffers of every phase, and the control word behind them. No two phases share one: a buffer is written again a
     step later, when every SM has passed the head.
     """
@@ -237,15 +238,15 @@ def _exchange(phases: Sequence[PhaseTasks], target: Target) -> tuple[tuple[Buffe
                 buffers.append(Buffers(source, source_epoch, 0, 0, 0))
                 continue
             case Op.JOINT:
-                output = area.take(output_words(phase, target))
+                output = area.take(output_words(phase, target, n_replicas))
                 partial = area.take(partial_words(phase, target))
                 made[phase.name] = output, epoch + 1
             case Op.LINEAR | Op.HEAD | Op.LSTM:
-                output, partial = area.take(output_words(phase, target)), 0
+                output, partial = area.take(output_words(phase, target, n_replicas)), 0
                 made[phase.name] = output, epoch + 1
             case Op.ATTEND_SELF | Op.ATTEND_CROSS:
                 # Shared with the COMBINE behind it: a row of one block goes there at once, under COMBINE's epoch.
-                output = area.take(output_words(phases[index + 1], target))
+                output = area.take(output_words(phases[index + 1], target, n_replicas))
                 partial = area.take(partial_words(phase, target))
                 made[phase.name] = partial, epoch + 1
             case Op.COMBINE:
@@ -256,13 +257,13 @@ def _exchange(phases: Sequence[PhaseTasks], target: Target) -> tuple[tuple[Buffe
     return tuple(buffers), area.end
 
 
-def output_words(phase: PhaseTasks, target: Target) -> int:
+def output_words(phase: PhaseTasks, target: Target, n_replicas: int) -> int:
     """Words of the rows that a phase hands on, or of HEAD's results."""
     if phase.op is Op.HEAD:
         return target.n_sms * target.max_rows * PARTIAL_WORDS
     if phase.op is Op.JOINT:
         return N_PARITIES * target.max_rows * target.n_sms * BEST_WORDS
-    return N_REPLICAS * target.max_rows * output_elements(phase) // 2
+    return n_replicas * target.max_rows * output_elements(phase) // 2
 
 
 def partial_words(phase: PhaseTasks, target: Target) -> int:
@@ -279,7 +280,7 @@ def parts(phases: Sequence[PhaseTasks], memory: Memory, target: Target) -> Itera
     """Name, first word and number of words of every part of the exchange area."""
     for phase, buffers in zip(phases, memory.buffers, strict=True):
         if phase.op in (Op.LINEAR, Op.HEAD, Op.COMBINE, Op.LSTM, Op.JOINT):
-            yield phase.name, buffers.output, output_words(phase, target)
+            yield phase.name, buffers.output, output_words(phase, target, memory.n_replicas)
         if phase.op is Op.JOINT:
             yield f"{phase.name}.sums", buffers.partial, partial_words(phase, target)
         if phase.op is Op.COMBINE:

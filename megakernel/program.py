@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .errors import CompileError
 from .graph import Sizes
 from .isa import GRANULE_ROWS, PROGRAM_VERSION, TILE_BYTES, TILE_K, Flag, Op, Phase, Task
-from .memory import N_REPLICAS, Buffers, Memory, WeightTiles, kept_granules
+from .memory import Buffers, Memory, WeightTiles, kept_granules
 from .ops import FusedAttention, FusedOp
 from .schedule import Schedule, balance, granules_of_group
 from .target import Target
@@ -87,7 +87,7 @@ def encode(
         exchange_words=memory.exchange_words,
         control_word=memory.control_word,
         epochs_per_step=memory.epochs_per_step,
-        n_replicas=N_REPLICAS,
+        n_replicas=memory.n_replicas,
         n_score_heads=sum(len(op.dumped_heads) for op in ops if isinstance(op, FusedAttention)),
         residual_granules=memory.residual_granules,
         kept_granules=kept_granules(phases, schedule),

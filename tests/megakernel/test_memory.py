@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megakernel.errors import CompileError
 from megakernel.fuse import fuse
 from megakernel.isa import LOOP_BATCH_GRANULES, LOOP_WARPS, PARTIAL_WORDS, TILE_BYTES, Op
-from megakernel.memory import ALIGN_WORDS, AUX_GRANULE_BYTES, N_REPLICAS, dump, lay_out, parts, verify
+from megakernel.memory import ALIGN_WORDS, AUX_GRANULE_BYTES, dump, lay_out, parts, verify
 from megakernel.schedule import assign_to_sms
 from megakernel.target import MISC_BYTES, SUMS_BYTES, Target
 from megakernel.tasks import split_into_tasks
@@ -74,8 +74,8 @@ def test_no_two_parts_of_the_exchange_area_share_a_word(tiny_graph, n_layers, n_
 def test_rows_blocks_and_partials_have_room(tiny_graph):
     memory, phases, _, target = laid_out(tiny_graph(), 3)
     words = {name: n for name, _, n in parts(phases, memory, target)}
-    assert words["0.qkv"] == N_REPLICAS * 16 * 384 // 2
-    assert words["0.attention"] == N_REPLICAS * 16 * 128 // 2
+    assert words["0.qkv"] == 16 * 384 // 2
+    assert words["0.attention"] == 16 * 128 // 2
     assert words["0.attention.blocks"] == 16 * 2 * 2 * (2 + 32)  # rows, heads, blocks of 64 in 80 positions
     assert words["head"] == 3 * 16 * PARTIAL_WORDS
 
