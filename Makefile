@@ -64,8 +64,9 @@ gpu: $(VENV)/.gpu
 	$(call measure,request_latency,request_latency)
 	$(call measure,cold_start,cold_start)
 	$(call measure,partials_cost,partials_cost)
-	$(call measure,parity,parity)
-	$(call measure,soak,soak)
+	$(call measure,parity,parity $(addprefix --recordings ,$(wildcard ../shared/audio)))
+	$(call measure,soak,soak --model tiny.en --steps 1000000 --stalls 10 --max-seconds 150)
+	$(call measure,tdt_step,tdt_step)
 	$(call measure,parakeet_encoder,parakeet_encoder)
 	$(call measure,parakeet_capacity,parakeet_capacity --servers 8 --backend torch-cuda)
 
