@@ -142,7 +142,6 @@ extern "C" __global__ void __launch_bounds__(N_THREADS, 1) megakernel_loop(const
         if (m.misc().state.n_rows == 0) {
             m.phase = m.misc().head_phase;
             idle(m);
-            __syncthreads();
             m.phase = N_PHASES - 1;
         }
 #pragma unroll 1

@@ -346,7 +346,11 @@ __device__ __noinline__ void decide(const Machine m, const Pick* picks, u32 cont
 
 __device__ __noinline__ void select(const Machine m) {
     const u32 n_rows = m.misc().state.n_rows, epoch = m.epoch + m.field(PHASE_INPUT_EPOCH);
-    const Pick* picks = n_rows != 0 ? merge_partials(m) : nullptr;
+    const Pick* picks = nullptr;
+    if (n_rows != 0)
+        picks = merge_partials(m);
+    else
+        __syncthreads();  // all have seen that there are no rows before there are some
     if (m.warp() == 0) {
         const u64* word = words(m) + CONTROL_WORD;
         const u32 control = n_rows != 0 ? take(m, word, epoch) : take_some_day(m, word, epoch);

@@ -36,7 +36,7 @@ using std::min;
 namespace emulated {
 typedef unsigned long long u64;
 struct Index { unsigned x; };
-struct Barrier { int n_waiting = 0; unsigned turn = 0; };
+struct Barrier { int n_waiting = 0, line = 0; unsigned turn = 0; };
 struct Warp { Barrier barrier; unsigned words[32]; float* d[32]; unsigned a[32][4], b[32][2]; };
 struct Block { Barrier barrier; std::vector<Warp> warps; char* own_memory; };
 struct Lane { ucontext_t context; jmp_buf place; int block, thread; bool has_begun, has_ended; };
@@ -47,6 +47,7 @@ static ucontext_t scheduler;
 static jmp_buf scheduler_place;
 static Lane* now;
 static const unsigned n_of_warp = 32;
+static int line_apart;  // where a thread came to wait for its block while others wait at another place
 
 // Back to the scheduler; by a jump, since changing contexts asks the system each time.
 inline void pause() {
@@ -64,6 +65,13 @@ inline void meet(Barrier& barrier, int n, Last last) {
         return;
     }
     while (barrier.turn == turn) pause();
+}
+// All of a block at the same place in the source.
+inline void meet_block(int line) {
+    Barrier& barrier = block().barrier;
+    if (barrier.n_waiting != 0 && barrier.line != line) line_apart = line, pause();
+    barrier.line = line;
+    meet(barrier, block().warps.size() * 32, [] {});
 }
 inline void meet_warp() { meet(warp().barrier, n_of_warp, [] {}); }
 inline float float_of(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
@@ -112,7 +120,7 @@ inline float __uint_as_float(unsigned bits) { return emulated::float_of(bits); }
 inline unsigned __float_as_uint(float x) { return emulated::bits_of(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
-inline void __syncthreads() { emulated::meet(emulated::block().barrier, emulated::block().warps.size() * 32, [] {}); }
+#define __syncthreads() emulated::meet_block(__LINE__)
 inline void __syncwarp() { emulated::meet_warp(); }
 inline unsigned __shfl_xor_sync(unsigned, unsigned x, int mask) {
     const int me = emulated::now->thread % 32;

@@ -81,6 +81,7 @@ class Emulated:
         """Compile in ``folder``. ``arrays``: what the program's memory holds besides what every program has."""
         assert COMPILER is not None
         self.program = program
+        self.order = 0  # of threads: see ``run`` in emulated_run.h
         texts = {name: without_ptx(text) for name, text in kernel_sources().items()}
         for name in ("machine.cuh", "transducer_layout.cuh"):
             texts[name] = re.sub(r"extern __shared__.*?;", "", texts[name])
@@ -118,9 +119,15 @@ class Emulated:
         control[:] = self.mailbox.control_before
         shared_bytes = dynamic_shared_bytes(self.program)
         n_sms, n_threads = self.program.target.n_sms, self.program.sizes.n_warps * 32
-        self._library.run(ctypes.c_void_p(parameters.ctypes.data), n_sms, n_threads, shared_bytes)
+        where = ctypes.c_void_p(parameters.ctypes.data)
+        line = self._library.run(where, n_sms, n_threads, shared_bytes, self.order)
+        assert line == 0, f"a block's threads wait at different places, some in line {line}"
         assert control[Control.LEFT], "the kernel says why it left"
         self.mailbox.control_after[:] = control
+
+    def array(self, parameter: Parameter) -> NDArray[np.generic]:
+        """What the kernel has there."""
+        return self._arrays[parameter]
 
     def has_left(self) -> bool:
         """See ``Launches``."""

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from megakernel.compile import compile_program
 from megakernel.graph import Graph
 from megakernel.interpreter import device_memory
+from megakernel.isa import Parameter
 from megakernel.mailbox import DoneRecord, SlotRecord, TokenRecord
 from megakernel.numbers import round_bf16
 from megakernel.request import Request
@@ -21,21 +23,31 @@ from tests.megakernel.emulator import COMPILER, EmulatedLoop
 from tests.megakernel.running import records_of
 
 TOLERANCE = 0.03  # of a log-probability: sums are in another order
+THREE = Target("three", "sm_80", 3, 232_448)
+# Attention keeps four results at a time, and one SM has all units; a group of sixteen warps takes one granule and two.
+CASES: dict[str, tuple[Target, dict[str, Any]]] = {
+    "four results": (
+        Target("one", "sm_86", 1, 101_376, max_rows=8),
+        {"n_layers": 2, "dumped_heads": (0, 1)},
+    ),
+    "sixteen warps": (Target("three", "sm_80", 3, 232_448), {"wide": 1536, "dumped_heads": (0,)}),
+}
+ORDERS = (1, 12)  # in the second a warp read the next step's number of rows, until a SELECT without rows waited for all
 PLAIN = Request(head=(3, 14, 15), max_tokens=6, n_positions=290)
 
 
 class Device:
-    """A decoder for three SMs, on the processor and as ``evaluate`` has it."""
+    """A decoder for a few SMs, on the processor and as ``evaluate`` has it."""
 
-    def __init__(self, graph: Graph, folder: Path) -> None:
-        program = compile_program(graph, Target("three", "sm_80", 3, 232_448))
+    def __init__(self, graph: Graph, folder: Path, target: Target = THREE) -> None:
+        program = compile_program(graph, target)
         sizes, draws = program.sizes, np.random.default_rng(3)
         constants, bitmaps = random_constants(graph, 3), np.zeros((1, 2, -(-sizes.n_tokens // 32)), np.uint32)
         cross = (sizes.max_slots, sizes.n_layers, 2, sizes.width // 64, sizes.n_cross_positions, 64)
         cross_cache = round_bf16(draws.standard_normal(cross, np.float32))
         self.decoder = Decoder(program, constants, bitmaps, cross_cache)
-        self._launcher = EmulatedLoop(program, device_memory(program, constants, bitmaps, cross_cache), folder)
-        self.runtime = Runtime(program, self._launcher, n_rules=1)
+        self.launcher = EmulatedLoop(program, device_memory(program, constants, bitmaps, cross_cache), folder)
+        self.runtime = Runtime(program, self.launcher, n_rules=1)
 
     def run(self, requests: Sequence[Request]) -> list[list[SlotRecord]]:
         """Records of each request, one a slot."""
@@ -96,3 +108,41 @@ def test_rules_markers_and_temperatures_are_those_of_evaluate(device: Device) ->
             wanted = [record for record in expected if getattr(record, "slot", None) == slot]
             assert [token for token, _ in tokens_of(records)] == [token for token, _ in tokens_of(wanted)]
             assert [type(record) for record in records] == [type(record) for record in wanted]
+
+
+def test_warps_that_stand_still_for_a_while_change_nothing(device: Device) -> None:
+    requests = [replace(PLAIN, max_tokens=2), replace(PLAIN, head=tuple(range(57)), max_tokens=3, draft=(14, 15))]
+    in_turn = [tokens_of(records) for records in device.run(requests)]
+    try:
+        for order in ORDERS:
+            device.launcher.order = order
+            assert [tokens_of(records) for records in device.run(requests)] == in_turn
+    finally:
+        device.launcher.order = 0
+    assert device.runtime.faults == []
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
+@pytest.mark.parametrize("case", CASES)
+def test_rows_over_a_blocks_border_and_short_slots_beside_them_are_those_of_evaluate(
+    tiny_graph: Callable[..., Graph], tmp_path: Path, case: str
+) -> None:
+    target, given = CASES[case]
+    device = Device(tiny_graph(**given), tmp_path, target)
+    fed = tuple(position * 7 % 79 for position in range(55))
+    requests = [
+        Request(head=fed, max_tokens=15, n_positions=257, draft=fed[:14]),
+        Request(head=(3, 14), max_tokens=3, n_positions=1),
+        Request(head=fed[9:30], max_tokens=1, n_positions=299, n_plain=100, tail_bias=0.5),
+    ]
+    expected, memory = device.decoder.evaluate(requests)
+    together = [tokens_of(records) for records in device.run(requests)]
+    scores = device.launcher.array(Parameter.SCORES).view(np.float32)[: memory.scores.size].reshape(memory.scores.shape)
+    for slot, request in enumerate(requests):
+        wanted = tokens_of([record for record in expected if getattr(record, "slot", None) == slot])
+        assert [token for token, _ in together[slot]] == [token for token, _ in wanted]
+        assert [x for _, x in together[slot]] == pytest.approx([x for _, x in wanted], abs=TOLERANCE)
+        of_head = slice(None), slice(len(request.head)), slice(request.n_positions)
+        np.testing.assert_allclose(scores[slot][of_head], memory.scores[slot][of_head], atol=0.05)
+    assert tokens_of(device.run(requests[:1])[0]) == together[0]
+    assert device.runtime.faults == []
