@@ -340,9 +340,8 @@ class Sm:
         self.phase = 0
         self.leave: LeaveReason | None = None
         self.is_stalled = False  # by a test
-        self.used = np.zeros(
-            self.program.sizes.n_warps, np.int64
-        )  # tiles of its part of the tape that each warp has used in this step
+        # tiles of its part of the tape that each warp has used in this step
+        self.used = np.zeros(self.program.sizes.n_warps, np.int64)
         self.stream: Floats = np.zeros((0, 0), np.float32)  # [rows, elements that this SM owns]
 
     # --- steps and phases ---

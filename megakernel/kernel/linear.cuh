@@ -206,6 +206,7 @@ __device__ __forceinline__ void take_operand(const Machine m, const u64* from, u
         a[i] = make_uint4(pairs[2 * i].first, pairs[2 * i].second, pairs[2 * i + 1].first, pairs[2 * i + 1].second);
 }
 
+// Products of a warp's slice of K, which it takes from the words itself, for some granules.
 template <int K, int K_WARPS, int GRANULES, bool HIGH>
 __device__ __forceinline__ void multiply_words(const Machine m, Stream& stream, Sums& sums, const u64* from, u32 n_rows,
                                                u32 epoch) {
@@ -229,7 +230,7 @@ __device__ __forceinline__ void multiply_words(const Machine m, Stream& stream, 
     }
 }
 
-// The same for rows wider than shared memory has room for: a warp takes its slice of K itself.
+// This warp's part of a batch for rows that shared memory has no room for, straight from where they were published.
 template <int K, int K_WARPS>
 __device__ __forceinline__ void multiply_published(const Machine m, Stream& stream, Sums& sums, u32 n_rows, u32 input,
                                                    u32 epoch, int index, int n_mine) {

@@ -248,9 +248,15 @@ SHIPPED: Mapping[str, Callable[[], Graph]] = {
 }
 N_THREADS = 32 * LOOP_WARPS
 MAX_REGISTERS = min(255, 65_536 // N_THREADS)  # of a thread: what an instruction can name, and a share of the SM's file
-# Stores and loads, where attention needs more than a thread has: none in most loops, a few on sm_100a and sm_120 and in
-# the longest program; the other kernel is a fallback.
-MAX_SPILL_BYTES = {"megakernel_loop": 64, "megakernel_phase": 128}
+# Stores and loads, where attention needs more than a thread has; nothing else spills.
+SPILL_BYTES = {
+    ("whisper-large-v3-turbo", "sm_100a", "megakernel_loop"): 64,
+    ("whisper-large-v3-turbo", "sm_100a", "megakernel_phase"): 44,
+    ("whisper-large-v3-turbo", "sm_120", "megakernel_loop"): 64,
+    ("whisper-large-v3-turbo", "sm_120", "megakernel_phase"): 68,
+    ("whisper-large-v3", "sm_90a", "megakernel_loop"): 16,
+    ("whisper-tiny.en", "sm_90a", "megakernel_phase"): 116,
+}
 MEASURED_WITH = (13, 5)
 SHIPPED_FOR = (
     ("whisper-large-v3-turbo", "sm_80"),
@@ -276,7 +282,7 @@ def test_a_shipped_program_fits_its_architecture(model: str, arch: str) -> None:
         assert usage[kernel].registers <= MAX_REGISTERS
         assert usage[kernel].static_shared_bytes == 0  # every byte is spoken for
         if compiler_version() == MEASURED_WITH:  # others may need a few
-            assert usage[kernel].spill_bytes <= MAX_SPILL_BYTES[kernel]
+            assert usage[kernel].spill_bytes <= SPILL_BYTES.get((model, arch, kernel), 0)
 
 
 def test_every_model_and_every_architecture_is_compiled_for() -> None:

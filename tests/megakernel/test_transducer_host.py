@@ -107,7 +107,7 @@ def what(record: Record) -> tuple[object, ...]:
 def test_every_token_comes_once_whatever_the_host_does() -> None:
     graph = tiny_transducer()
     n_whole = n_cancelled = 0
-    for seed in range(4):
+    for seed in range(3):
         constants, frames = random_constants(graph, seed), random_frames(graph, seed)
         host = Host(random.Random(seed), frames, constants)
         host.run()
